@@ -1,0 +1,274 @@
+"""The description of an operator as data: arguments, outputs, Spec, and the rules between them.
+
+Everything that is said about an operator in more than one place is derived from this one description: the
+metadata check of every implementation, the output shapes for tracing, the torch schemas, the buffers that
+the conformance suite poisons, and the contract reference in the documentation.
+
+Shapes are written as words: ``"T H 576"``. A number is itself; a name that the Spec fixes (``Spec.dims``)
+is that number; any other name is free and must agree between all arguments. ``">=T"`` allows more,
+``"N+1"`` adds.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kimi_hal.errors import unknown
+from kimi_hal.ops.spec import Limits, Spec
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Arg:
+    """One tensor argument.
+
+    Args:
+        dtype: dtype names that are accepted; ``"spec.FIELD"`` takes the name from a Spec field.
+        shape: the shape in words (module docstring); ``"*"`` alone accepts any.
+        mutated: the call writes it.
+        many: a list of such tensors.
+        strided: which leading strides are free. ``"last"``: the innermost is 1, others are free.
+            ``"any"``: every stride is free. ``"all"``: contiguous.
+    """
+
+    dtype: str | tuple[str, ...]
+    shape: str
+    mutated: bool = False
+    many: bool = False
+    strided: str = "last"
+
+    def dtypes(self, spec: Spec) -> tuple[str, ...]:
+        """Return the accepted dtype names under this Spec."""
+        names = (self.dtype,) if isinstance(self.dtype, str) else self.dtype
+        return tuple(str(getattr(spec, n[5:])) if n.startswith("spec.") else n for n in names)
+
+
+@dataclass(frozen=True)
+class Out:
+    """One output. ``keyword`` is the argument through which a caller gives its buffer.
+
+    ``alias`` names an input whose storage the buffer may share (``merge_attn_states``: ``outs[0]``).
+    """
+
+    dtype: str
+    shape: str
+    keyword: str
+    alias: str = ""
+
+    def dtype_name(self, spec: Spec) -> str:
+        """Return the output's dtype name under this Spec."""
+        return str(getattr(spec, self.dtype[5:])) if self.dtype.startswith("spec.") else self.dtype
+
+
+#: Extra dimension letters that depend on operands or Limits: (spec, limits or None, tensors) -> letters.
+Sizes = Callable[[Any, "Limits | None", Mapping[str, Any]], Mapping[str, Any]]
+#: Which optional arguments this Spec requires (True) or refuses (False).
+Presence = Callable[[Any], Mapping[str, bool]]
+#: Problems with the values of arguments, looked at only in checked mode.
+Values = Callable[[Any, "Limits | None", Mapping[str, Any]], Iterable[str]]
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An abstract operator. Calling it is the convenience form: Spec fields by name, plans kept.
+
+    Attributes:
+        name: ``"sparse_mla"``.
+        family: the file that defines it, ``"sparse_mla"``.
+        spec_type: its Spec class.
+        signature: the parameters that every implementation's run function has, annotations left out.
+        args: tensor arguments by name, in order.
+        outs: outputs in order; empty for an operator that only mutates.
+        composite: made of other operators, whose names are ``parts``.
+        grouped: needs a group when ``spec.dcp.world`` (or ``tp``) is above 1.
+        listed: returns a list of tensors whose number only the implementation knows.
+    """
+
+    name: str
+    family: str
+    spec_type: type[Spec]
+    signature: inspect.Signature
+    args: Mapping[str, Arg]
+    outs: tuple[Out, ...]
+    doc: str
+    sizes: Sizes | None = None
+    presence: Presence | None = None
+    values: Values | None = None
+    parts: tuple[str, ...] = ()
+    grouped: bool = False
+    listed: bool = False
+
+    @property
+    def composite(self) -> bool:
+        """Tell whether this operator is made of others."""
+        return bool(self.parts)
+
+    @property
+    def mutated(self) -> tuple[str, ...]:
+        """Return the names of the arguments that a call writes."""
+        return tuple(name for name, arg in self.args.items() if arg.mutated)
+
+    @property
+    def scalars(self) -> tuple[str, ...]:
+        """Return the names of the parameters that are neither tensors nor buffers (``total``, ``donate``)."""
+        known = {*self.args, *(o.keyword for o in self.outs), "step", "workspace"}
+        return tuple(name for name in self.signature.parameters if name not in known)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run on tensors with Spec fields given by name; the plan is made once and kept."""
+        from kimi_hal.dispatch.convenience import call
+
+        return call(self, args, kwargs)
+
+    def __repr__(self) -> str:
+        return f"<kimi_hal operator {self.name}{self.signature}>"
+
+
+@dataclass(frozen=True)
+class OutputShape:
+    """Shape and dtype of one output, for allocation and for tracing."""
+
+    keyword: str
+    shape: tuple[Any, ...]
+    dtype: str = "float32"
+
+
+OPERATORS: dict[str, Operator] = {}
+
+
+def operator(
+    *,
+    spec: type[Spec],
+    args: Mapping[str, Arg],
+    outs: tuple[Out, ...] = (),
+    sizes: Sizes | None = None,
+    presence: Presence | None = None,
+    values: Values | None = None,
+    parts: tuple[str, ...] = (),
+    grouped: bool = False,
+    listed: bool = False,
+) -> Callable[[Callable[..., Any]], Operator]:
+    """Register the decorated function as an abstract operator: its signature and docstring are the contract."""
+
+    def register(fn: Callable[..., Any]) -> Operator:
+        op = Operator(
+            name=fn.__name__,
+            family=fn.__module__.rpartition(".")[2],
+            spec_type=spec,
+            signature=bare_signature(fn),
+            args=args,
+            outs=outs,
+            doc=inspect.cleandoc(fn.__doc__ or ""),
+            sizes=sizes,
+            presence=presence,
+            values=values,
+            parts=parts,
+            grouped=grouped,
+            listed=listed,
+        )
+        OPERATORS[op.name] = op
+        return op
+
+    return register
+
+
+def get(name: str) -> Operator:
+    """Return an operator by name, or raise with the nearest name."""
+    if name not in OPERATORS:
+        raise unknown("operator", name, OPERATORS)
+    return OPERATORS[name]
+
+
+def bare_signature(fn: Callable[..., Any]) -> inspect.Signature:
+    """Return names, kinds and defaults without annotations: what implementations are compared on."""
+    signature = inspect.signature(fn)
+    params = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    return inspect.Signature(params)
+
+
+@dataclass
+class Dims:
+    """Dimension letters: those that the Spec fixes, and those bound by the first operand that has them."""
+
+    fixed: Mapping[str, Any]
+    bound: dict[str, Any] = field(default_factory=dict)
+
+    def value(self, word: str) -> Any | None:
+        """Return the size that a word stands for, or ``None`` while it is free."""
+        if word.lstrip("-").isdigit():
+            return int(word)
+        base, plus, extra = word.partition("+")
+        size = self.fixed.get(base, self.bound.get(base))
+        return size + int(extra) if plus and size is not None else size
+
+    def bind(self, word: str, size: Any) -> None:
+        """Give a free word its size."""
+        base, plus, extra = word.partition("+")
+        self.bound[base] = size - int(extra) if plus else size
+
+    def mismatch(self, name: str, words: str, shape: tuple[Any, ...]) -> str | None:
+        """Compare a shape with its words, binding free ones; return a reason or ``None``."""
+        pattern = words.split()
+        if len(shape) != len(pattern):
+            return f"{name} must have {len(pattern)} dimensions ({words}), got shape {list(shape)}"
+        for word, size in zip(pattern, shape, strict=True):
+            at_least, word = word.startswith(">="), word.removeprefix(">=")
+            wanted = self.value(word)
+            if wanted is None:
+                self.bind(word, size)
+            elif (size < wanted) if at_least else (size != wanted):
+                sign = ">= " if at_least else ""
+                return f"{name} must be [{words}] with {word}={sign}{wanted}, got shape {list(shape)}"
+        return None
+
+
+def bind_dims(op: Operator, spec: Spec, tensors: Mapping[str, Any]) -> Dims:
+    """Bind dimension letters from operands without comparing, for tracing with symbolic sizes."""
+    dims = Dims(spec.dims())
+    for name, arg in op.args.items():
+        value = tensors.get(name)
+        if value is None or arg.shape == "*":
+            continue
+        first = value[0] if arg.many and value else value
+        if arg.many and not value:
+            continue
+        for word, size in zip(arg.shape.split(), first.shape, strict=False):
+            if not word.startswith(">=") and dims.value(word) is None:
+                dims.bind(word, size)
+    return dims
+
+
+def output_shapes(
+    op: Operator, spec: Spec, limits: Limits | None, tensors: Mapping[str, Any]
+) -> tuple[OutputShape, ...]:
+    """Return the shape and dtype of every output for these operands; nothing is computed."""
+    dims = bind_dims(op, spec, tensors)
+    if op.sizes is not None:
+        dims.bound.update(op.sizes(spec, limits, tensors))
+    return tuple(OutputShape(o.keyword, tuple(_expand(dims, o.shape)), o.dtype_name(spec)) for o in op.outs)
+
+
+def _expand(dims: Dims, words: str) -> Iterator[Any]:
+    for word in words.split():
+        size = dims.value(word)
+        if size is None:  # a family's own fault: its Out names a letter that nothing binds
+            raise KeyError(f"no operand binds {word!r}")
+        if isinstance(size, tuple):  # a letter that stands for several dimensions
+            yield from size
+        else:
+            yield size
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the torch dtype of a dtype name."""
+    import torch
+
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise unknown("dtype", name, [n for n in dir(torch) if isinstance(getattr(torch, n), torch.dtype)])
+    return dtype

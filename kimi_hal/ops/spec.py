@@ -1,0 +1,197 @@
+"""Spec: everything an engine knows about an operator when it loads the model. Limits: how much of it.
+
+A Spec is meaning: a frozen dataclass of plain scalars whose fields each have a declared domain. Two Specs
+with equal fields are the same Spec in every process (``key()`` is canonical JSON), so a Spec can be hashed
+into a compile cache, sent to another rank and compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar, Self
+
+from kimi_hal.domain import Domain, OneOf, Range
+from kimi_hal.errors import SpecError, nearest
+
+FLOAT_DTYPES = ("float32", "bfloat16")
+ANY_FLOAT = Range(-float("inf"), float("inf"))
+
+
+@cache
+def _field_types(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _matches(value: object, hint: Any) -> bool:
+    """Tell whether a value has the annotated type; a bool is not an int, an int may stand for a float."""
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_matches(value, arm) for arm in typing.get_args(hint))
+    if origin is tuple:
+        inner = typing.get_args(hint)[0]
+        return isinstance(value, tuple) and all(_matches(v, inner) for v in value)
+    if hint is type(None):
+        return value is None
+    if hint is float:
+        return isinstance(value, float | int) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """Base of Spec, DCP and Limits: field types and domains checked at construction, JSON both ways."""
+
+    #: Legal values by field. A field without an entry is constrained by its type alone.
+    DOMAIN: ClassVar[Mapping[str, Domain]] = {}
+
+    def __post_init__(self) -> None:
+        problems = [*self._type_problems(), *self._domain_problems()] or list(self.problems())
+        if problems:
+            raise SpecError(f"{type(self).__name__}: " + "; ".join(problems))
+
+    def _type_problems(self) -> Iterator[str]:
+        for name, hint in _field_types(type(self)).items():
+            if name.isupper() or name.startswith("_"):
+                continue
+            value = getattr(self, name)
+            if not _matches(value, hint):
+                wanted = getattr(hint, "__name__", str(hint))
+                yield f"{name} must be {wanted}, got {type(value).__name__} {value!r}"
+
+    def _domain_problems(self) -> Iterator[str]:
+        for name, domain in self.DOMAIN.items():
+            value = getattr(self, name)
+            if value is None or value in domain or (isinstance(value, Record)):
+                continue
+            hint = ""
+            if isinstance(domain, OneOf) and isinstance(value, str):
+                hint = nearest(value, [v for v in domain.values if isinstance(v, str)])
+            yield f"{name}={value!r} is not {domain}{hint}"
+
+    def problems(self) -> Iterator[str]:
+        """Yield what is wrong between fields that are each legal alone. Overridden by the families."""
+        return iter(())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON-ready values; nested records become nested dicts."""
+        return {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
+
+    def key(self) -> str:
+        """Return canonical JSON: the same text for equal Specs, in every process."""
+        return json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Rebuild from ``key()``. An unknown field is an error that names the nearest one."""
+        return cls.from_dict(json.loads(text))
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Rebuild from ``to_dict()``; fields that are left out take their defaults."""
+        hints = _field_types(cls)
+        names = [f.name for f in dataclasses.fields(cls)]
+        for name in data:
+            if name not in names:
+                raise SpecError(f"{cls.__name__} has no field {name!r}{nearest(name, names)}")
+        return cls(**{name: _rebuild(value, hints[name]) for name, value in data.items()})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Record):
+        return value.to_dict()
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _rebuild(value: Any, hint: Any) -> Any:
+    if isinstance(value, Mapping):
+        arms = typing.get_args(hint) or (hint,)
+        record = next(arm for arm in arms if isinstance(arm, type) and issubclass(arm, Record))
+        return record.from_dict(value)
+    return tuple(value) if isinstance(value, list) else value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DCP(Record):
+    """Decode context parallelism: which positions of a sequence this rank owns.
+
+    ``owner(p) = (p // interleave) % world``; ``local(p) = (p // (world * interleave)) * interleave
+    + p % interleave`` (OPERATORS: vLLM's ``get_dcp_local_seq_lens``). ``index="replicated"`` says that
+    every rank holds all index keys, as SGLang 0.5.23 does: then a selection is global already and nothing
+    is merged.
+    """
+
+    world: int = 1
+    rank: int = 0
+    interleave: int = 1
+    index: str = "sharded"
+
+    DOMAIN: ClassVar[Mapping[str, Domain]] = {
+        "world": Range(1, 64),
+        "rank": Range(0, 63),
+        "interleave": Range(1, 1 << 20),
+        "index": OneOf(("sharded", "replicated")),
+    }
+
+    def problems(self) -> Iterator[str]:
+        """Yield a rank outside the world."""
+        if self.rank >= self.world:
+            yield f"rank={self.rank} is outside world={self.world}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits(Record):
+    """The sizes that a plan must serve; from them it knows its workspace before a device exists.
+
+    Args:
+        max_rows: query rows T of one call, at most.
+        max_reqs: requests R or sequences N of one call, at most.
+        max_context: tokens of one request, in global positions.
+        rows_per_req: rows of one request in one call (speculative verification: 1 + drafts).
+        uniform: every request has exactly ``rows_per_req`` rows, request-major.
+        row_buckets: the values of T that a static-shape device is compiled for; ``()`` = any T.
+        block_table_width: columns of a block table; ``None`` = ``ceil(max_context / (page * world))``.
+        num_pages: pages of a cache, where a device needs it static.
+        num_slots: state slots, where a device needs it static.
+        logits_align: bytes that a row of logits is padded to.
+    """
+
+    max_rows: int
+    max_reqs: int
+    max_context: int = 1 << 20
+    rows_per_req: int = 1
+    uniform: bool = True
+    row_buckets: tuple[int, ...] = ()
+    block_table_width: int | None = None
+    num_pages: int | None = None
+    num_slots: int | None = None
+    logits_align: int = 1024
+
+    DOMAIN: ClassVar[Mapping[str, Domain]] = {
+        "max_rows": Range(0, 1 << 31),
+        "max_reqs": Range(0, 1 << 31),
+        "max_context": Range(0, 1 << 31),
+        "rows_per_req": Range(1, 1 << 20),
+        "block_table_width": Range(0, 1 << 31),
+        "num_pages": Range(0, 1 << 40),
+        "num_slots": Range(0, 1 << 31),
+        "logits_align": Range(4, 1 << 20, multiple=4),
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec(Record):
+    """Base of the operators' Specs. ``numerics`` admits classes of rounding beyond the contract."""
+
+    numerics: tuple[str, ...] = ()
+
+    def dims(self) -> dict[str, int]:
+        """Return the dimension letters of the operator's shapes that this Spec fixes."""
+        return {}
