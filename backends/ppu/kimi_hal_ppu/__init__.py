@@ -1,0 +1,1 @@
+"""Alibaba T-HEAD Zhenwu PPUs as a kimi-hal backend."""

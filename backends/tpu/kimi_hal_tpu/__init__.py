@@ -1,0 +1,1 @@
+"""Google TPUs as a kimi-hal backend."""
