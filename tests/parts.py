@@ -1,0 +1,158 @@
+"""Run the test parts one after another and print each part's time beside its share.
+
+``make test`` calls this without options; ``--full`` adds what is too long for it and keeps the result and
+the commit under ``benchmarks/results/``. A part over its share is reported, not failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ["kimi_hal", "conformance/kimi_hal_conformance"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of the run: its test folders, commands before them, and its share of minutes on 2 cores."""
+
+    name: str
+    minutes: float
+    folders: tuple[str, ...] = ()
+    commands: tuple[tuple[str, ...], ...] = ()
+
+
+@dataclass
+class Outcome:
+    """What a part did."""
+
+    seconds: float = 0.0
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    broken: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.failed and not self.broken
+
+
+BIN = Path(sys.executable).parent
+LINT = (
+    (str(BIN / "ruff"), "format", "--check", "."),
+    (str(BIN / "ruff"), "check", "."),
+    (sys.executable, "-m", "mypy", *PACKAGES),
+)
+CORE = ("formats", "ops", "reference", "dispatch", "cli", "faults", "workload", "packaging")
+PARTS = (
+    Part("lint", 2, commands=LINT),
+    Part("core and formats", 6, tuple(f"tests/{name}" for name in CORE)),
+    Part("conformance", 12, ("tests/conformance",)),
+    Part("cache and parallel", 8, ("tests/parallel", "tests/cache")),
+    Part("nvidia", 8, ("tests/nvidia", "tests/portable")),
+    Part("amd", 10, ("tests/amd",)),
+    Part("ppu", 6, ("tests/ppu",)),
+    Part("tpu", 18, ("tests/tpu",)),
+)
+
+
+def run_part(part: Part, full: bool, console: Console) -> Outcome:
+    """Run one part's commands and tests."""
+    outcome, start = Outcome(), time.perf_counter()
+    console.rule(f"[bold]{part.name}")
+    for command in part.commands:
+        if subprocess.run(command, cwd=ROOT).returncode:
+            outcome.broken.append(" ".join(Path(word).name for word in command[:3]))
+    folders = [folder for folder in part.folders if (ROOT / folder).is_dir()]
+    if folders:
+        run_pytest(folders, full, outcome)
+    outcome.seconds = time.perf_counter() - start
+    return outcome
+
+
+def run_pytest(folders: list[str], full: bool, outcome: Outcome) -> None:
+    """Run pytest over folders on two workers, each with one torch thread, and count from its report."""
+    with TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        marks = "not gpu" if full else "not gpu and not full"
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-m", marks, f"--junitxml={report}", *folders]
+        code = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
+        if not report.is_file():
+            outcome.broken.append(f"pytest ended with {code} and no report")
+            return
+        for suite in ET.parse(report).getroot().iter("testsuite"):
+            count = {key: int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped")}
+            bad = count["failures"] + count["errors"]
+            outcome.failed += bad
+            outcome.skipped += count["skipped"]
+            outcome.passed += count["tests"] - bad - count["skipped"]
+        if code not in (0, 1):
+            outcome.broken.append(f"pytest ended with {code}")
+
+
+def show(outcomes: dict[str, Outcome], console: Console) -> None:
+    """Print the table of parts."""
+    table = Table("part", "time", "share", "passed", "failed", "skipped", "")
+    shares = {part.name: part.minutes for part in PARTS}
+    for name, outcome in outcomes.items():
+        over = outcome.seconds > 60 * shares[name]
+        note = ", ".join(outcome.broken) or ("over its share" if over else "")
+        row = (f"{outcome.seconds / 60:.1f} min", f"{shares[name]:g} min", outcome.passed, outcome.failed, outcome.skipped)
+        table.add_row(name, *map(str, row), note, style=None if outcome.ok else "red")
+    console.print(table)
+
+
+def commit() -> str:
+    """Return the commit that is checked out, marked if the tree differs from it."""
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    dirty = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True).stdout
+    return head + ("+changes" if dirty else "")
+
+
+def keep(outcomes: dict[str, Outcome]) -> None:
+    """Keep the result of a full run with its commit."""
+    path = ROOT / "benchmarks" / "results" / "test-full.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = {
+        name: {"seconds": round(o.seconds), "passed": o.passed, "failed": o.failed, "skipped": o.skipped}
+        for name, o in outcomes.items()
+    }
+    path.write_text(json.dumps({"commit": commit(), "date": time.strftime("%Y-%m-%d"), "parts": rows}, indent=2) + "\n")
+
+
+def main() -> int:
+    """Run the chosen parts; the exit status is 0 only if every one is green."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--full", action="store_true", help="also what is too long for `make test`")
+    parser.add_argument("--only", action="append", choices=[p.name for p in PARTS], help="this part alone")
+    options = parser.parse_args()
+    console = Console(width=100)
+    outcomes = {
+        part.name: run_part(part, options.full, console)
+        for part in PARTS
+        if not options.only or part.name in options.only
+    }
+    show(outcomes, console)
+    if options.full and not options.only:
+        keep(outcomes)
+    broken = sum(len(o.broken) for o in outcomes.values())
+    passed = sum(o.passed for o in outcomes.values())
+    failed = sum(o.failed for o in outcomes.values()) + broken
+    print(f"{passed} passed, {failed} failed, {sum(o.skipped for o in outcomes.values())} skipped")
+    return 0 if all(o.ok for o in outcomes.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
