@@ -23,7 +23,7 @@ def problems(op: Operator, spec: Spec, tensors: Mapping[str, Any], limits: Limit
     dims = Dims(spec.dims())
     presence = op.presence(spec) if op.presence else {}
     device = None
-    for name, arg in op.args.items():
+    for name, arg in op.binding_order:
         value = tensors.get(name)
         wrong = _presence(op, name, value, presence.get(name))
         if wrong:
@@ -68,7 +68,7 @@ def _presence(op: Operator, name: str, value: Any, rule: bool | None) -> str | N
 def _tensor(label: str, arg: Arg, spec: Spec, dims: Dims, tensor: Any) -> Iterator[str]:
     accepted = arg.dtypes(spec)
     got = str(tensor.dtype).removeprefix("torch.")
-    if got not in accepted:
+    if got not in accepted and accepted != ("*",):
         yield f"{label} must be {' or '.join(accepted)}, got {got}"
     if arg.shape != "*":
         wrong = dims.mismatch(label, arg.shape, tuple(tensor.shape))

@@ -6,7 +6,7 @@ the conformance suite poisons, and the contract reference in the documentation.
 
 Shapes are written as words: ``"T H 576"``. A number is itself; a name that the Spec fixes (``Spec.dims``)
 is that number; any other name is free and must agree between all arguments. ``">=T"`` allows more,
-``"N+1"`` adds.
+``"<=topk"`` less, ``"N+1"`` adds.
 """
 
 from __future__ import annotations
@@ -23,12 +23,17 @@ if TYPE_CHECKING:
     import torch
 
 
+#: What a word of a shape may begin with: then the size is a bound and not the size itself.
+BOUNDS = (">=", "<=")
+
+
 @dataclass(frozen=True)
 class Arg:
     """One tensor argument.
 
     Args:
-        dtype: dtype names that are accepted; ``"spec.FIELD"`` takes the name from a Spec field.
+        dtype: dtype names that are accepted; ``"spec.FIELD"`` takes the name from a Spec field,
+            ``"*"`` alone accepts any.
         shape: the shape in words (module docstring); ``"*"`` alone accepts any.
         mutated: the call writes it.
         many: a list of such tensors.
@@ -109,6 +114,11 @@ class Operator:
         return bool(self.parts)
 
     @property
+    def binding_order(self) -> tuple[tuple[str, Arg], ...]:
+        """Return the arguments, those with a bounded dimension last: what bounds it must be known by then."""
+        return tuple(sorted(self.args.items(), key=lambda item: any(b in item[1].shape for b in BOUNDS)))
+
+    @property
     def mutated(self) -> tuple[str, ...]:
         """Return the names of the arguments that a call writes."""
         return tuple(name for name, arg in self.args.items() if arg.mutated)
@@ -153,7 +163,7 @@ def operator(
     grouped: bool = False,
     listed: bool = False,
 ) -> Callable[[Callable[..., Any]], Operator]:
-    """Register the decorated function as an abstract operator: its signature and docstring are the contract."""
+    """Register the decorated function as an abstract operator: signature and docstring are the contract."""
 
     def register(fn: Callable[..., Any]) -> Operator:
         op = Operator(
@@ -217,13 +227,12 @@ class Dims:
         if len(shape) != len(pattern):
             return f"{name} must have {len(pattern)} dimensions ({words}), got shape {list(shape)}"
         for word, size in zip(pattern, shape, strict=True):
-            at_least, word = word.startswith(">="), word.removeprefix(">=")
+            bound, word = (word[:2], word[2:]) if word[:2] in BOUNDS else ("", word)
             wanted = self.value(word)
             if wanted is None:
                 self.bind(word, size)
-            elif (size < wanted) if at_least else (size != wanted):
-                sign = ">= " if at_least else ""
-                return f"{name} must be [{words}] with {word}={sign}{wanted}, got shape {list(shape)}"
+            elif (size < wanted) if bound == ">=" else (size > wanted) if bound == "<=" else (size != wanted):
+                return f"{name} must be [{words}] with {word}={wanted}, got shape {list(shape)}"
         return None
 
 
@@ -238,7 +247,7 @@ def bind_dims(op: Operator, spec: Spec, tensors: Mapping[str, Any]) -> Dims:
         if arg.many and not value:
             continue
         for word, size in zip(arg.shape.split(), first.shape, strict=False):
-            if not word.startswith(">=") and dims.value(word) is None:
+            if word[:2] not in BOUNDS and dims.value(word) is None:
                 dims.bind(word, size)
     return dims
 

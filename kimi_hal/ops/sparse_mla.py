@@ -15,6 +15,7 @@ from kimi_hal.domain import Domain, OneOf, Range
 from kimi_hal.ops import values as check
 from kimi_hal.ops.operator import Arg, Out, operator
 from kimi_hal.ops.spec import DCP, FLOAT_DTYPES, Limits, Spec
+from kimi_hal.parallel import ownership
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +40,7 @@ class StoreLatentSpec(Spec):
 
     def problems(self) -> Iterator[str]:
         """Yield an unknown latent format."""
-        return formats.problems("latent", self.latent)
+        yield from formats.problems("latent", self.latent)
 
     def dims(self) -> dict[str, int]:
         """Return kv_rank, pe_dim and the bytes of a page."""
@@ -71,6 +72,7 @@ class SparseMLASpec(Spec):
         "topk": Range(1, 1 << 20),
         "kv_rank": OneOf((512,)),
         "pe_dim": OneOf((64,)),
+        "softmax_scale": Range(0, 1 << 16),
         "index_space": OneOf(("slot", "position", "local")),
         "q_dtype": OneOf(("bfloat16", "float8_e4m3fn", "float8_e4m3fnuz")),
         "out_dtype": OneOf(FLOAT_DTYPES),
@@ -78,16 +80,17 @@ class SparseMLASpec(Spec):
 
     def problems(self) -> Iterator[str]:
         """Yield an unknown latent format."""
-        return formats.problems("latent", self.latent)
+        yield from formats.problems("latent", self.latent)
 
     def dims(self) -> dict[str, int]:
-        """Return H, D = kv_rank + pe_dim, V = kv_rank, the LSE's width and the bytes of a page."""
+        """Return H, D = kv_rank + pe_dim, V = kv_rank, the LSE's width L, topk and the bytes of a page."""
         fmt = formats.latent(self.latent)
         return {
             "H": self.num_heads,
             "D": self.kv_rank + self.pe_dim,
             "V": self.kv_rank,
             "L": self.num_heads if self.return_lse else 0,
+            "topk": self.topk,
             "page_bytes": self.page * fmt.row_bytes,
         }
 
@@ -152,7 +155,7 @@ def store_latent(
         k_pe: ``[>=T, 64]``, the shared key part, neither normalised nor rotated.
         slots: ``[T]`` int64, ``page * P + offset`` in this cache view; negative: the token is skipped.
         cache: ``[pages, page_bytes]`` uint8, written in place; ``stride(0)`` is free.
-        k_scale: ``[1]`` float32 dequantisation factor, required by ``latent.fp8.*.tensor``, refused by others.
+        k_scale: ``[1]`` float32 dequantisation factor, required by ``latent.fp8.*.tensor``, else refused.
 
     Edge rules: slot 0 is an ordinary slot. No byte outside the named slots changes. A slot at or beyond
     ``pages * P`` writes nothing. Two live rows with one slot: either may win; an error in checked mode
@@ -174,17 +177,31 @@ def _mla_presence(spec: SparseMLASpec) -> dict[str, bool]:
 
 
 def _mla_values(spec: SparseMLASpec, limits: Limits | None, t: Mapping[str, Any]) -> Iterator[str]:
-    if spec.index_space == "slot":
-        yield from check.below("indices", t["indices"], t["cache"].shape[0] * spec.page, "the cache's tokens")
-    else:
-        world = spec.dcp.world if spec.index_space == "position" else 1
-        bound = t["block_table"].shape[1] * spec.page * world
-        yield from check.below("indices", t["indices"], bound, "the block table's tokens")
-        yield from check.between("row_req", t["row_req"], 0, t["block_table"].shape[0])
-        yield from check.below("block_table", t["block_table"], t["cache"].shape[0], "the cache's pages")
-    if t.get("index_len") is not None:
-        yield from check.between("index_len", t["index_len"], 0, t["indices"].shape[1] + 1)
     yield from check.outputs_apart(t, outputs=("out", "lse_out"))
+    index = t["indices"].long()
+    live = index >= 0
+    if t.get("index_len") is not None:
+        yield from check.between("index_len", t["index_len"], 0, index.shape[1] + 1)
+        live &= index.new_ones(index.shape).cumsum(1) <= t["index_len"][:, None]
+    if spec.index_space == "slot":
+        yield from check.below("indices", index[live], t["cache"].shape[0] * spec.page, "the cache's tokens")
+    else:
+        yield from _table_values(spec, index, live, t)
+
+
+def _table_values(spec: SparseMLASpec, index: Any, live: Any, t: Mapping[str, Any]) -> Iterator[str]:
+    """Check positions and the block-table entries that they name; ``live`` says which indices count."""
+    table, row_req = t["block_table"], t["row_req"]
+    yield from check.row_requests(live.any(1), row_req, table.shape[0])
+    tokens, place = table.shape[1] * spec.page, index
+    if spec.index_space == "position":
+        place = ownership.local(index, spec.dcp)
+    beyond = index[live & (place >= tokens)]
+    if beyond.numel():
+        yield f"indices holds {int(beyond.max())}, beyond the block table's tokens ({tokens} a rank)"
+    if spec.index_space == "position":
+        live = live & (ownership.owner(index, spec.dcp) == spec.dcp.rank)
+    yield from check.table_pages(live, place, row_req, table, spec.page, t["cache"].shape[0])
 
 
 @operator(
@@ -192,7 +209,7 @@ def _mla_values(spec: SparseMLASpec, limits: Limits | None, t: Mapping[str, Any]
     args={
         "q": Arg("spec.q_dtype", "T H D"),
         "cache": Arg("uint8", "pages page_bytes"),
-        "indices": Arg("int32", "T k"),
+        "indices": Arg("int32", "T <=topk"),
         "k_scale": Arg("float32", "1"),
         "q_scale": Arg("float32", "1"),
         "index_len": Arg("int32", "T", strided="any"),
@@ -227,7 +244,8 @@ def sparse_mla(
         q: ``[T, H, 576]`` absorbed query, ``[nope 512 | pe 64]``; H is the heads of this call (under DCP
             the whole group's).
         cache: ``[pages, page_bytes]`` uint8 in ``Spec.latent``.
-        indices: ``[T, k]`` int32: physical slots, global positions or local positions (``Spec.index_space``).
+        indices: ``[T, k]`` int32, ``k <= Spec.topk``, by ``Spec.index_space``: ``"slot"`` physical slots of
+            this cache view, ``"position"`` global positions, ``"local"`` positions on this rank.
         k_scale: ``[1]`` float32, as in ``store_latent``.
         q_scale: ``[1]`` float32, required with FP8 queries, refused with bf16.
         index_len: ``[T]`` int32, only the leading entries count; clamped to ``[0, k]``.
@@ -240,8 +258,10 @@ def sparse_mla(
 
     Edge rules: a negative index may stand anywhere in a row and is never dereferenced; one beyond the cache
     or the block table contributes nothing; with ``"position"`` so does one that this rank does not own.
-    Duplicates count as often as given. A row with no key gives 0 and −inf. A NaN in a selected key
-    propagates; no other byte does. T = 0 is legal.
+    Duplicates count as often as given. A row with no key gives 0 and −inf, whatever its q holds. A NaN in a
+    selected key makes that row's out and lse NaN; no other byte reaches a result. Infinities follow IEEE
+    arithmetic: one logit of +inf gives lse +inf and a NaN out, a logit of −inf weighs 0. No finite logit is
+    ever taken for a sentinel. T = 0 and k = 0 are legal.
 
     Source: FlashMLA ``tests/ref.py``; rules 3 and 4 of ``docs/contract.md``.
     """
@@ -249,6 +269,9 @@ def sparse_mla(
 
 def _merge_values(spec: MergeSpec, limits: Limits | None, t: Mapping[str, Any]) -> Iterator[str]:
     yield from check.outputs_apart(t, outputs=("out", "lse_out"), may_alias={"out": "outs"})
+    out = t.get("out")
+    if out is not None and not check.same_place(out, t["outs"][0]) and check.overlaps(out, t["outs"]):
+        yield "out overlaps outs without being outs[0]"
 
 
 @operator(

@@ -13,7 +13,6 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, ClassVar, Self
 
 from kimi_hal.domain import Domain, OneOf, Range
@@ -23,9 +22,13 @@ FLOAT_DTYPES = ("float32", "bfloat16")
 ANY_FLOAT = Range(-float("inf"), float("inf"))
 
 
-@cache
+_hints: dict[type, dict[str, Any]] = {}
+
+
 def _field_types(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+    if cls not in _hints:
+        _hints[cls] = typing.get_type_hints(cls)
+    return _hints[cls]
 
 
 def _matches(value: object, hint: Any) -> bool:

@@ -8,8 +8,11 @@ from typing import Any
 
 def below(name: str, tensor: Any, bound: int, what: str) -> Iterator[str]:
     """Yield if an entry reaches ``bound``. Negative entries are padding and pass."""
-    if tensor.numel() and int(tensor.max()) >= bound:
-        yield f"{name} holds {int(tensor.max())}, beyond {what} ({bound})"
+    if not tensor.numel():
+        return
+    largest = int(tensor.max())
+    if largest >= bound:
+        yield f"{name} holds {largest}, beyond {what} ({bound})"
 
 
 def between(name: str, tensor: Any, low: int, high: int) -> Iterator[str]:
@@ -31,6 +34,24 @@ def distinct(name: str, tensor: Any, ignore: int = -1) -> Iterator[str]:
         yield f"{name} names {int(values[counts > 1][0])} twice"
 
 
+def row_requests(live: Any, row_req: Any, requests: int) -> Iterator[str]:
+    """Yield if a row that is ``live`` (bool ``[T]``) belongs to no request; other rows are not read."""
+    yield from between("row_req", row_req[live], 0, requests)
+
+
+def table_pages(
+    live: Any, local: Any, row_req: Any, block_table: Any, page: int, pages: int, name: str = "block_table"
+) -> Iterator[str]:
+    """Yield if a live local position (int64 ``[T, k]``, bool ``live``) is in a page beyond the cache's.
+
+    Only the entries that these positions name are read: an engine leaves stale numbers behind them.
+    """
+    requests, columns = block_table.shape
+    inside = live & (local < columns * page) & ((row_req >= 0) & (row_req < requests))[:, None]
+    rows = row_req[:, None].expand_as(local)[inside].long()
+    yield from below(name, block_table[rows, local[inside] // page], pages, "the cache's pages")
+
+
 def span(tensor: Any) -> tuple[int, int]:
     """Return the byte addresses from the first to past the last element that a tensor can reach."""
     if not tensor.numel():
@@ -40,10 +61,45 @@ def span(tensor: Any) -> tuple[int, int]:
     return (start, start + (reach + 1) * tensor.element_size())
 
 
+def runs(tensor: Any) -> tuple[Any, int]:
+    """Return the sorted start addresses (int64) of a tensor's runs of adjacent bytes, and a run's length."""
+    import torch
+
+    length = tensor.element_size()
+    dims = sorted((stride * length, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    starts = torch.tensor([tensor.data_ptr()], dtype=torch.int64)
+    for stride, size in dims:
+        if stride == 0 or size == 1:
+            continue
+        if stride <= length and starts.numel() == 1:  # still one run: it grows
+            length += stride * (size - 1)
+        else:
+            starts = (starts[:, None] + stride * torch.arange(size)).flatten()
+    return starts.sort().values, length
+
+
 def overlaps(a: Any, b: Any) -> bool:
-    """Tell whether the address spans of two tensors meet."""
+    """Tell whether two tensors share a byte. Views that only interleave, as in a packed cache, do not."""
+    import torch
+
+    if a.device != b.device or not a.numel() or not b.numel():
+        return False
     (a0, a1), (b0, b1) = span(a), span(b)
-    return a0 < b1 and b0 < a1 and a.device == b.device
+    if a1 <= b0 or b1 <= a0:
+        return False
+    (a_starts, a_length), (b_starts, b_length) = runs(a), runs(b)
+    # For each run of a: the first run of b that ends after it starts.
+    first = torch.searchsorted(b_starts, a_starts - b_length, right=True)
+    found = first < b_starts.numel()
+    return bool((b_starts[first[found]] < a_starts[found] + a_length).any())
+
+
+def same_place(a: Any, b: Any) -> bool:
+    """Tell whether two tensors of one shape are the same elements of the same memory."""
+    if a.data_ptr() != b.data_ptr() or a.shape != b.shape:
+        return False
+    strides = zip(a.shape, a.stride(), b.stride(), strict=True)
+    return all(size == 1 or one == other for size, one, other in strides)
 
 
 def no_overlap(tensors: Mapping[str, Any], written: str, read: Iterable[str]) -> Iterator[str]:
@@ -57,16 +113,15 @@ def no_overlap(tensors: Mapping[str, Any], written: str, read: Iterable[str]) ->
 def outputs_apart(
     tensors: Mapping[str, Any], outputs: Iterable[str], may_alias: Mapping[str, str] | None = None
 ) -> Iterator[str]:
-    """Yield for each given output whose memory meets another argument's, except where the contract allows it."""
+    """Yield for each given output whose memory meets another argument's.
+
+    ``may_alias`` maps an output to the one input whose storage it may share.
+    """
     allowed = may_alias or {}
-    for out in outputs:
-        buffer = tensors.get(out)
-        if buffer is None:
-            continue
+    names = [name for name in outputs if tensors.get(name) is not None]
+    for i, out in enumerate(names):
         for name, other in tensors.items():
-            if name == out or other is None or not hasattr(other, "data_ptr") or allowed.get(out) == name:
+            if name in names[: i + 1] or allowed.get(out) == name:  # a pair of outputs is named once
                 continue
-            if name in allowed and allowed[name] == out:
-                continue
-            if overlaps(buffer, other):
+            if hasattr(other, "data_ptr") and overlaps(tensors[out], other):
                 yield f"{out} overlaps {name}"

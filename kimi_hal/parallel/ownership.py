@@ -2,16 +2,23 @@
 
 ``owner(p) = (p // I) % W``, ``local(p) = (p // (W·I))·I + p % I`` and its inverse
 ``position(j) = (j // I)·(W·I) + r·I + j % I``, for interleave I, world W, rank r
-(vLLM ``v1/attention/backends/utils.py``). Each works on ints and on integer tensors alike.
+(vLLM ``v1/attention/backends/utils.py``).
+
+Each function takes a Python int or an integer tensor and returns its like. Arithmetic stays in the tensor's
+own dtype: give int64, since ``position`` of a 32-bit place can pass 2³¹. A negative number is a sentinel, not
+a position: mask it before or after, its result means nothing.
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from kimi_hal.ops.spec import DCP
 
-Int = TypeVar("Int", bound=Any)
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Int = TypeVar("Int", int, "Tensor")
 
 
 def owner(position: Int, dcp: DCP) -> Int:
@@ -31,10 +38,12 @@ def position(index: Int, dcp: DCP) -> Int:
 
 
 def local_length(length: Int, dcp: DCP) -> Int:
-    """Return how many of the first ``length`` positions rank ``dcp.rank`` owns; negative counts as 0."""
+    """Return how many of the first ``length`` positions rank ``dcp.rank`` owns; a negative length is 0."""
     run = dcp.world * dcp.interleave
-    full = length // run * dcp.interleave
-    rest = length % run - dcp.rank * dcp.interleave
     if isinstance(length, int):
-        return 0 if length <= 0 else full + min(max(rest, 0), dcp.interleave)
-    return (full + rest.clamp(0, dcp.interleave)).where(length > 0, 0)
+        whole = max(length, 0)
+        rest = whole % run - dcp.rank * dcp.interleave
+        return whole // run * dcp.interleave + min(max(rest, 0), dcp.interleave)
+    bound = length.clamp(min=0)
+    over = (bound % run - dcp.rank * dcp.interleave).clamp(0, dcp.interleave)
+    return bound // run * dcp.interleave + over
