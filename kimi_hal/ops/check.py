@@ -30,6 +30,7 @@ def problems(op: Operator, spec: Spec, tensors: Mapping[str, Any], limits: Limit
             found.append(wrong)
         if value is None:
             continue
+        found += _count(name, arg, dims, value)
         for label, tensor in _each(name, arg, value):
             if not _is_tensor(tensor):
                 found.append(f"{label} must be a tensor, got {type(tensor).__name__}")
@@ -42,6 +43,12 @@ def problems(op: Operator, spec: Spec, tensors: Mapping[str, Any], limits: Limit
         found += _outputs(op, spec, dims, tensors, limits, device)
         found += _buffers(tensors, device)
     return found
+
+
+def _count(name: str, arg: Arg, dims: Dims, value: Any) -> Iterator[str]:
+    wanted = dims.value(arg.count) if arg.count else None
+    if wanted is not None and len(value) != wanted:
+        yield f"{name} must be {wanted} tensors ({arg.count}), got {len(value)}"
 
 
 def _each(name: str, arg: Arg, value: Any) -> Iterator[tuple[str, Any]]:
@@ -83,6 +90,8 @@ def _strides(label: str, rule: str, tensor: Any) -> Iterator[str]:
         return
     if rule == "last" and tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         yield f"{label} must have stride 1 in its last dimension, got strides {list(tensor.stride())}"
+    if rule == "inner" and not tensor[0].is_contiguous():
+        yield f"{label} must be contiguous in all but its first dimension, got strides {list(tensor.stride())}"
     if rule == "all" and not tensor.is_contiguous():
         yield f"{label} must be contiguous, got strides {list(tensor.stride())}"
 

@@ -37,14 +37,17 @@ class Arg:
         shape: the shape in words (module docstring); ``"*"`` alone accepts any.
         mutated: the call writes it.
         many: a list of such tensors.
+        count: the word that says how many tensors such a list has; ``""`` = any number.
         strided: which leading strides are free. ``"last"``: the innermost is 1, others are free.
-            ``"any"``: every stride is free. ``"all"``: contiguous.
+            ``"inner"``: all but the first dimension are contiguous. ``"any"``: every stride is free.
+            ``"all"``: contiguous.
     """
 
     dtype: str | tuple[str, ...]
     shape: str
     mutated: bool = False
     many: bool = False
+    count: str = ""
     strided: str = "last"
 
     def dtypes(self, spec: Spec) -> tuple[str, ...]:
