@@ -95,6 +95,7 @@ class Operator:
         composite: made of other operators, whose names are ``parts``.
         grouped: needs a group when ``spec.dcp.world`` (or ``tp``) is above 1.
         listed: returns a list of tensors whose number only the implementation knows.
+        nullable: tensor arguments that may be ``None`` under some Spec.
     """
 
     name: str
@@ -110,6 +111,7 @@ class Operator:
     parts: tuple[str, ...] = ()
     grouped: bool = False
     listed: bool = False
+    nullable: frozenset[str] = frozenset()
 
     @property
     def composite(self) -> bool:
@@ -183,6 +185,9 @@ def operator(
             parts=parts,
             grouped=grouped,
             listed=listed,
+            nullable=frozenset(
+                n for n, hint in fn.__annotations__.items() if n in args and "None" in str(hint)
+            ),
         )
         OPERATORS[op.name] = op
         return op
@@ -224,9 +229,14 @@ class Dims:
         base, plus, extra = word.partition("+")
         self.bound[base] = size - int(extra) if plus else size
 
+    def _several(self, word: str) -> tuple[str, ...]:
+        """Return a word, or the sizes of the several dimensions that it stands for."""
+        size = self.value(word) if word[:2] not in BOUNDS else None
+        return tuple(map(str, size)) if isinstance(size, tuple) else (word,)
+
     def mismatch(self, name: str, words: str, shape: tuple[Any, ...]) -> str | None:
         """Compare a shape with its words, binding free ones; return a reason or ``None``."""
-        pattern = words.split()
+        pattern = [one for word in words.split() for one in self._several(word)]
         if len(shape) != len(pattern):
             return f"{name} must have {len(pattern)} dimensions ({words}), got shape {list(shape)}"
         for word, size in zip(pattern, shape, strict=True):
