@@ -8,14 +8,19 @@ Importing this package imports no torch. Tables and sources: ``docs/formats.md``
 from __future__ import annotations
 
 from kimi_hal.formats.catalogue import FORMATS
+from kimi_hal.formats.conversion import convert
+from kimi_hal.formats.expert_weights import ExpertFormat
 from kimi_hal.formats.index_keys import IndexFormat
 from kimi_hal.formats.latents import LatentFormat
-from kimi_hal.formats.registry import Format, get, index, latent, names, problems, register
+from kimi_hal.formats.registry import Format, experts, get, index, latent, names, problems, register
 
 __all__ = [
+    "ExpertFormat",
     "Format",
     "IndexFormat",
     "LatentFormat",
+    "convert",
+    "experts",
     "get",
     "index",
     "latent",

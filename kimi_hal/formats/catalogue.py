@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from kimi_hal.formats.expert_weights import ExpertFormat
 from kimi_hal.formats.index_keys import IndexFormat
-from kimi_hal.formats.latents import TensorScaledLatent
+from kimi_hal.formats.latents import BFloat16Latent, FlashMLALatent, NVFP4Latent, TensorScaledLatent
 
 FORMATS = (
     IndexFormat(name="index.fp8.e4m3fn.f32.page64", element="e4m3fn", scale="f32"),
@@ -30,4 +31,8 @@ FORMATS = (
     TensorScaledLatent(
         name="latent.fp8.e4m3fnuz.tensor", row_bytes=576, needs_scale=True, element="e4m3fnuz"
     ),
+    NVFP4Latent(name="latent.nvfp4.352", row_bytes=352),
+    FlashMLALatent(name="latent.flashmla.656", row_bytes=656),
+    BFloat16Latent(name="latent.bf16", row_bytes=1152),
+    ExpertFormat(name="experts.mxfp4-pack"),
 )

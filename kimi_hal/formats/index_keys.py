@@ -10,9 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from kimi_hal.errors import FormatError
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+#: How an FP8 key can write its scale.
+FP8_SCALES = ("f32", "pow2", "ue8m0x4")
 
 #: Bytes of scale a key has, in every index format: one float32, or four e8m0.
 SCALE_BYTES = 4
@@ -44,6 +49,20 @@ class IndexFormat:
     scale_lanes: int = 1
     page: int = 64
     head_dim: int = 128
+
+    def __post_init__(self) -> None:
+        """Refuse a layout that does not fill its page."""
+        chunk = self.tile_bytes or self.element_bytes
+        parts = ((self.page, self.tile_tokens), (self.element_bytes, chunk), (SCALE_BYTES, self.scale_lanes))
+        for whole, part in parts:
+            if whole % part:
+                raise FormatError(f"format {self.name!r}: {part} does not divide {whole}; see IndexFormat")
+        known = {"e4m3fn": FP8_SCALES, "e4m3fnuz": FP8_SCALES, "e2m1": ("e8m0",)}
+        if self.scale not in known.get(self.element, ()):
+            raise FormatError(
+                f"format {self.name!r}: element {self.element!r} with scale {self.scale!r} is not known; "
+                + ", ".join(f"{element}: {' | '.join(scales)}" for element, scales in known.items())
+            )
 
     @property
     def element_bytes(self) -> int:

@@ -6,11 +6,14 @@ import torch
 from torch import Tensor
 
 from kimi_hal.errors import FormatError
-from kimi_hal.formats import minifloat, slots
-from kimi_hal.formats.latents import LatentFormat, TensorScaledLatent
+from kimi_hal.formats import minifloat, scales, slots
+from kimi_hal.formats.latents import FlashMLALatent, LatentFormat, NVFP4Latent, TensorScaledLatent
 
-KV_RANK = 512
-PE_DIM = 64
+#: Lanes of the NVFP4 scale order: scale s stands at ``[s % 4, s // 4]``.
+NVFP4_LANES = 4
+
+#: The smallest scale of FlashMLA's record.
+FLASHMLA_FLOOR = 1e-4
 
 
 def check_scale(fmt: LatentFormat, k_scale: Tensor | None) -> None:
@@ -77,3 +80,61 @@ def unpack_scaled(
     """Return ``code * k_scale`` in ``dtype``."""
     assert k_scale is not None
     return minifloat.decode(rows, minifloat.ELEMENTS[fmt.element], dtype) * k_scale.to(rows.device, dtype)
+
+
+def pack_nvfp4(fmt: NVFP4Latent, kv_c: Tensor, k_pe: Tensor) -> Tensor:
+    """Return ``[n, 352]``: packed e2m1, e4m3 key part, scales in lane order."""
+    blocks = scales.groups(kv_c, fmt.group)
+    needed = scales.divide(scales.amax(blocks), 6.0).clamp(min=2.0**-9, max=448.0)
+    scale_code = minifloat.encode_up(needed, minifloat.E4M3FN)
+    # A NaN has no e2m1 code, so it makes its block's scale NaN.
+    scale_code = torch.where(torch.isnan(blocks).any(dim=-1), minifloat.E4M3FN.nan or 0, scale_code)
+    scale = minifloat.decode(scale_code, minifloat.E4M3FN)
+    codes = minifloat.encode(blocks * (torch.ones_like(scale) / scale)[..., None], minifloat.E2M1)
+    lanes = scales.groups(scale_code, NVFP4_LANES).transpose(1, 2).flatten(1)
+    packed = minifloat.pack_nibbles(codes.flatten(1))
+    return torch.cat((packed, minifloat.encode(k_pe, minifloat.E4M3FN), lanes), dim=-1)
+
+
+def unpack_nvfp4(fmt: NVFP4Latent, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``[n, 576]`` of 352-byte rows."""
+    packed, rest = rows[:, : fmt.kv_rank // 2], rows[:, fmt.kv_rank // 2 :]
+    k_pe, lanes = rest[:, : fmt.pe_dim], rest[:, fmt.pe_dim :]
+    scale_code = scales.groups(lanes, fmt.kv_rank // fmt.group // NVFP4_LANES).transpose(1, 2).flatten(1)
+    values = scales.groups(minifloat.decode_nibbles(packed, dtype), fmt.group)
+    latent = (values * minifloat.decode(scale_code, minifloat.E4M3FN, dtype)[..., None]).flatten(1)
+    return torch.cat((latent, minifloat.decode(k_pe, minifloat.E4M3FN, dtype)), dim=-1)
+
+
+def pack_flashmla(fmt: FlashMLALatent, kv_c: Tensor, k_pe: Tensor) -> Tensor:
+    """Return ``[n, 656]``: e4m3fn, float32 scales, bf16 key part."""
+    blocks = scales.groups(kv_c, fmt.group)
+    needed = scales.divide(scales.amax(blocks), 448.0).clamp(min=FLASHMLA_FLOOR)
+    scale = scales.exp2(scales.ceil_log2(needed))
+    codes = minifloat.encode(blocks / scale[..., None], minifloat.E4M3FN).flatten(1)
+    return torch.cat((codes, scale.view(torch.uint8), bf16_bytes(k_pe)), dim=-1)
+
+
+def unpack_flashmla(fmt: FlashMLALatent, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``[n, 576]`` of 656-byte rows."""
+    codes, rest = rows[:, : fmt.kv_rank], rows[:, fmt.kv_rank :]
+    scale, k_pe = rest[:, : -2 * fmt.pe_dim], rest[:, -2 * fmt.pe_dim :]
+    factor = scale.clone(memory_format=torch.contiguous_format).view(torch.float32).to(dtype)
+    values = scales.groups(minifloat.decode(codes, minifloat.E4M3FN, dtype), fmt.group)
+    return torch.cat(((values * factor[..., None]).flatten(1), unpack_bf16(k_pe).to(dtype)), dim=-1)
+
+
+def bf16_bytes(x: Tensor) -> Tensor:
+    """Return bf16 bytes, ``[n, K]`` to ``[n, 2K]``; every NaN becomes 0x7FC0, which casts do not agree on."""
+    bits = x.to(torch.bfloat16).view(torch.int16)
+    return torch.where(torch.isnan(x), 0x7FC0, bits).to(torch.int16).view(torch.uint8)
+
+
+def pack_bf16(kv_c: Tensor, k_pe: Tensor) -> Tensor:
+    """Return ``[n, 1152]``."""
+    return bf16_bytes(torch.cat((kv_c, k_pe), dim=-1))
+
+
+def unpack_bf16(rows: Tensor) -> Tensor:
+    """Return the bf16 values of ``[n, 2K]`` bytes, copied first so that they are aligned."""
+    return rows.clone(memory_format=torch.contiguous_format).view(torch.bfloat16)

@@ -24,6 +24,8 @@ class LatentFormat:
         name: as written in a Spec.
         row_bytes: bytes of one token.
         needs_scale: whether elements are relative to the cache's one-element float32 ``k_scale``.
+        kv_rank: latent elements of a token.
+        pe_dim: elements of the shared key part.
     """
 
     kind: ClassVar[str] = "latent"
@@ -31,6 +33,8 @@ class LatentFormat:
     name: str
     row_bytes: int
     needs_scale: bool = False
+    kv_rank: int = 512
+    pe_dim: int = 64
 
     def pack(self, kv_c: Tensor, k_pe: Tensor, k_scale: Tensor | None) -> Tensor:
         """Quantise ``kv_c [n, 512]`` and ``k_pe [n, 64]`` to rows ``[n, row_bytes]`` uint8."""
@@ -96,3 +100,62 @@ class TensorScaledLatent(LatentFormat):
         from kimi_hal.formats import latent_bytes
 
         return latent_bytes.unpack_scaled(self, rows, k_scale, dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NVFP4Latent(LatentFormat):
+    """352 bytes: 512 e2m1 (low nibble even), 64 e4m3 of the key part, 32 e4m3 scales of 16 elements each.
+
+    Scale ``s`` stands at byte ``320 + 8 * (s & 3) + (s >> 2)``. There is no scale of the whole cache, and
+    none of the key part.
+    """
+
+    group: int = 16
+
+    def pack(self, kv_c: Tensor, k_pe: Tensor, k_scale: Tensor | None) -> Tensor:
+        """Scale = e4m3 rounded up of ``max(amax / 6, 2**-9)``, at most 448; element = ``x * (1 / scale)``."""
+        from kimi_hal.formats import latent_bytes
+
+        return latent_bytes.pack_nvfp4(self, kv_c, k_pe)
+
+    def unpack(self, rows: Tensor, k_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Element times scale; exact in bf16 and wider."""
+        from kimi_hal.formats import latent_bytes
+
+        return latent_bytes.unpack_nvfp4(self, rows, dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlashMLALatent(LatentFormat):
+    """656 bytes, FlashMLA's record: 512 e4m3fn, 4 float32 scales of 128 elements each, 64 bf16."""
+
+    group: int = 128
+
+    def pack(self, kv_c: Tensor, k_pe: Tensor, k_scale: Tensor | None) -> Tensor:
+        """Scale = ``2**⌈log2(max(amax / 448, 1e-4))⌉``, FlashMLA's own rule; a reader takes any float32."""
+        from kimi_hal.formats import latent_bytes
+
+        return latent_bytes.pack_flashmla(self, kv_c, k_pe)
+
+    def unpack(self, rows: Tensor, k_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Element times the stored float32 scale, which need not be a power of two."""
+        from kimi_hal.formats import latent_bytes
+
+        return latent_bytes.unpack_flashmla(self, rows, dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BFloat16Latent(LatentFormat):
+    """1152 bytes: 512 and 64 bf16, for adapters of kernels without a quantised cache."""
+
+    def pack(self, kv_c: Tensor, k_pe: Tensor, k_scale: Tensor | None) -> Tensor:
+        """Round to bf16, to nearest even."""
+        from kimi_hal.formats import latent_bytes
+
+        return latent_bytes.pack_bf16(kv_c, k_pe)
+
+    def unpack(self, rows: Tensor, k_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Widen."""
+        from kimi_hal.formats import latent_bytes
+
+        return latent_bytes.unpack_bf16(rows).to(dtype)

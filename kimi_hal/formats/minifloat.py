@@ -65,6 +65,12 @@ def encode(x: Tensor, kind: MiniFloat) -> Tensor:
     return torch.where(torch.isnan(x), kind.nan or 0, code | sign).to(torch.uint8)
 
 
+def encode_up(x: Tensor, kind: MiniFloat) -> Tensor:
+    """Return the code of the smallest value that is at least ``x``, for ``0 <= x <= kind.largest``."""
+    code = encode(x, kind)
+    return code + (decode(code, kind) < x).to(torch.uint8)
+
+
 def table(kind: MiniFloat, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
     """Return the value of each of the ``2**width`` codes, in ``dtype``; each is exact in bf16 and wider."""
     code = torch.arange(1 << kind.width, dtype=torch.int32, device=device)

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from typing import TypeVar
 
 from kimi_hal.errors import FormatError, unknown
+from kimi_hal.formats.expert_weights import ExpertFormat
 from kimi_hal.formats.index_keys import IndexFormat
 from kimi_hal.formats.latents import LatentFormat
 
-Format = IndexFormat | LatentFormat
-F = TypeVar("F", IndexFormat, LatentFormat)
+Format = IndexFormat | LatentFormat | ExpertFormat
+F = TypeVar("F", IndexFormat, LatentFormat, ExpertFormat)
 
-KINDS: dict[str, type] = {"index": IndexFormat, "latent": LatentFormat}
+KINDS = ("index", "latent", "experts")
 
 _formats: dict[str, Format] = {}
 
@@ -61,6 +62,11 @@ def index(name: str) -> IndexFormat:
 def latent(name: str) -> LatentFormat:
     """Return a latent format; raises UnknownNameError with the nearest name."""
     return _typed(LatentFormat, name)
+
+
+def experts(name: str) -> ExpertFormat:
+    """Return an expert-weight format; raises UnknownNameError with the nearest name."""
+    return _typed(ExpertFormat, name)
 
 
 def problems(kind: str, name: str) -> Iterator[str]:

@@ -13,6 +13,9 @@ AMAX_FLOOR = 1e-4
 #: What amax is divided by: the largest value an encoded element should have.
 FP8_TARGET = {"e4m3fn": 448.0, "e4m3fnuz": 224.0}
 
+#: Elements that share one e8m0 scale.
+MX_GROUP = 32
+
 
 def amax(x: Tensor) -> Tensor:
     """Return the largest magnitude along the last dimension, float32; NaN elements don't count."""
@@ -58,7 +61,7 @@ def mx_encode(x: Tensor) -> tuple[Tensor, Tensor]:
     Returns packed e2m1 ``[..., K/2]`` and e8m0 ``[..., K/32]``, uint8. An all-zero block gets scale byte 1.
     A block with a NaN gets scale byte 255 and zero codes, since e2m1 has no NaN.
     """
-    blocks = groups(x.to(torch.float32), 32)
+    blocks = groups(x.to(torch.float32), MX_GROUP)
     exponent = ceil_log2(divide(amax(blocks), 6.0))
     scale = torch.where(torch.isnan(blocks).any(dim=-1), torch.nan, exp2(exponent))
     codes = minifloat.encode(blocks / scale[..., None], minifloat.E2M1)
@@ -66,7 +69,7 @@ def mx_encode(x: Tensor) -> tuple[Tensor, Tensor]:
     return minifloat.pack_nibbles(codes.flatten(-2)), scale_code
 
 
-def mx_decode(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def mx_decode(packed: Tensor, scale: Tensor, dtype: torch.dtype, group: int = MX_GROUP) -> Tensor:
     """Return e2m1 · 2^(code − 127) for ``[..., K/2]`` bytes and ``[..., K/32]`` scales, in ``dtype``."""
-    values = groups(minifloat.decode_nibbles(packed, dtype), 32)
+    values = groups(minifloat.decode_nibbles(packed, dtype), group)
     return (values * minifloat.decode_e8m0(scale, dtype)[..., None]).flatten(-2)
