@@ -3,5 +3,8 @@
 from __future__ import annotations
 
 from kimi_hal.dispatch.contract import Implementation
+from kimi_hal.triton.capabilities import implementations
 
-IMPLEMENTATIONS: tuple[Implementation, ...] = ()
+ARCHITECTURES = ("gfx942", "gfx950")
+
+IMPLEMENTATIONS: tuple[Implementation, ...] = implementations(ARCHITECTURES)

@@ -3,5 +3,8 @@
 from __future__ import annotations
 
 from kimi_hal.dispatch.contract import Implementation
+from kimi_hal.triton.capabilities import implementations
 
-IMPLEMENTATIONS: tuple[Implementation, ...] = ()
+ARCHITECTURES = ("sm_90", "sm_100", "sm_103")
+
+IMPLEMENTATIONS: tuple[Implementation, ...] = implementations(ARCHITECTURES)

@@ -1,0 +1,92 @@
+"""The portable kernels' claims, as data: what a backend registers when it adopts them. Imports no Triton."""
+
+from __future__ import annotations
+
+from kimi_hal.dispatch.contract import Capability, Implementation, Preference, Properties, TensorCap
+from kimi_hal.domain import Domain, OneOf, Range
+
+EXECUTION = ("native", "interpreted")
+REQUIRES = {"triton": ">=3.6"}
+ROW = Properties(deterministic=True, batch_invariant=True, capture="full", concurrent=True)
+#: Portable code is what is left when nothing faster fits.
+LAST = (Preference(rank=-10),)
+ELEMENT = TensorCap(align=1)
+#: An engine builds one KDASpec for all six operators: what these two do not look at may be anything.
+KDA: dict[str, Domain] = {
+    "lower_bound": OneOf((None, -5.0)),
+    "num_heads": Range(1, 128),
+    "head_dim": Range(1, 256),
+    "checkpoints": OneOf((False, True)),
+    "conv_layout": OneOf(("width_channel", "channel_width")),
+    "conv_width": Range(1, 16),
+    "norm_eps": Range(0.0, 1.0),
+    "num_layers": Range(1, 256),
+}
+GATE_FORMS: dict[str, Domain] = {
+    "gate": OneOf(("raw", "log")),
+    "qk_norm": OneOf((False, True)),
+    "scale": Range(0.0, 1.0),
+}
+
+
+def implementations(arch: tuple[str, ...]) -> tuple[Implementation, ...]:
+    """Return the portable implementations for these architectures."""
+    return (
+        Implementation(
+            operator="merge_attn_states",
+            name="triton",
+            build="kimi_hal.triton.sparse_mla:build_merge_attn_states",
+            capabilities=(
+                Capability(
+                    arch=arch,
+                    spec={
+                        "parts": Range(1, 64),
+                        "num_heads": Range(1, 128),
+                        "dim": Range(1, 1024),
+                        "dtype": OneOf(("bfloat16", "float32")),
+                        "return_lse": OneOf((False, True)),
+                    },
+                    tensors={"outs": ELEMENT, "lses": ELEMENT},
+                    properties=ROW,
+                    requires=REQUIRES,
+                ),
+            ),
+            preferences=LAST,
+            execution=EXECUTION,
+            source=("kimi_hal/triton/sparse_mla.py",),
+        ),
+        Implementation(
+            operator="kda_gate",
+            name="triton",
+            build="kimi_hal.triton.kda:build_kda_gate",
+            capabilities=(
+                Capability(
+                    arch=arch,
+                    spec=KDA | GATE_FORMS,
+                    tensors={"raw_g": ELEMENT, "raw_beta": ELEMENT},
+                    properties=ROW,
+                    requires=REQUIRES,
+                ),
+            ),
+            preferences=LAST,
+            execution=EXECUTION,
+            source=("kimi_hal/triton/kda.py",),
+        ),
+        Implementation(
+            operator="kda_decode",
+            name="triton",
+            build="kimi_hal.triton.kda:build_kda_decode",
+            capabilities=(
+                Capability(
+                    arch=arch,
+                    spec=KDA | GATE_FORMS,
+                    tensors=dict.fromkeys(("q", "k", "v", "raw_g", "raw_beta", "state"), ELEMENT),
+                    properties=ROW,
+                    requires=REQUIRES,
+                ),
+            ),
+            preferences=LAST,
+            execution=EXECUTION,
+            source=("kimi_hal/triton/kda.py",),
+        ),
+    )
