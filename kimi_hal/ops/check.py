@@ -1,128 +1,291 @@
 """The metadata check that every implementation calls first: dtype, shape, strides, device, presence.
 
 Two forms of one rule. ``problems`` walks the operator's description and collects every reason. ``compiled``
-turns the same description into one straight-line Python function of attribute reads, since it stands on the
-hot path; when any read differs it calls ``problems`` for the sentence. No value on the device is read.
+turns the same description into one straight-line Python function of attribute reads (``straightline.py``),
+since it stands on the hot path; when any read differs it calls ``problems`` for the sentences. No value on
+the device is read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from kimi_hal.errors import ContractError
-from kimi_hal.ops.operator import Arg, Dims, Operator, Out, bind_dims, torch_dtype
+from kimi_hal.ops.operator import Arg, Dims, Operator, Out
 from kimi_hal.ops.spec import Limits, Spec
+
+if TYPE_CHECKING:
+    from kimi_hal.dispatch.contract import Capability, Sizes, TensorCap
 
 Check = Callable[..., None]
 
+#: Bytes that the address of a workspace is a multiple of.
+WORKSPACE_ALIGN = 256
 
-def problems(op: Operator, spec: Spec, tensors: Mapping[str, Any], limits: Limits | None = None) -> list[str]:
-    """Return every reason why these operands break the operator's metadata contract."""
-    found: list[str] = []
+#: Dimension letters that Limits bound, and the field that bounds them.
+BOUNDED = {"T": "max_rows", "N": "max_reqs"}
+
+#: Layout -> how many leading dimensions are free (negative: all but so many) and how to say it.
+LAYOUTS = {
+    "all": (0, ""),
+    "inner": (1, " in all but its first dimension"),
+    "heads": (-2, " in its last two dimensions"),
+}
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a plan asks of a call beyond the operator's contract.
+
+    Args:
+        limits: the sizes that the plan serves; ``None`` = any.
+        workspace: bytes that a workspace has at least.
+        step: bytes that a step buffer has at least.
+        tensors: argument -> what the chosen kernel needs of it (``TensorCap``).
+        static_rows: T must be one of ``limits.row_buckets``.
+        device: where the operands must be, ``"cuda"`` for any index; ``None`` = wherever the first one is.
+    """
+
+    limits: Limits | None = None
+    workspace: int = 0
+    step: int = 0
+    tensors: Mapping[str, TensorCap] = field(default_factory=dict)
+    static_rows: bool = False
+    device: str | None = None
+
+
+def problems(op: Operator, spec: Spec, tensors: Mapping[str, Any], terms: Terms | None = None) -> list[str]:
+    """Return every reason why these operands break the operator's contract, or this plan's terms."""
+    terms = terms or Terms()
     dims = Dims(spec.dims())
     presence = op.presence(spec) if op.presence else {}
+    found: list[str] = []
     device = None
     for name, arg in op.binding_order:
         value = tensors.get(name)
-        wrong = _presence(op, name, value, presence.get(name))
-        if wrong:
-            found.append(wrong)
+        found += _presence(op, name, value, presence.get(name))
         if value is None:
             continue
         found += _count(name, arg, dims, value)
-        for label, tensor in _each(name, arg, value):
-            if not _is_tensor(tensor):
-                found.append(f"{label} must be a tensor, got {type(tensor).__name__}")
-                continue
-            found += _tensor(label, arg, spec, dims, tensor)
+        cap = terms.tensors.get(name)
+        for label, tensor in _each(name, arg, value, found):
+            found += _operand(label, arg, spec, dims, tensor, cap)
             device = device or tensor.device
-            if tensor.device != device:
-                found.append(f"{label} is on {tensor.device}, the first operand on {device}")
-    if not found:
-        found += _outputs(op, spec, dims, tensors, limits, device)
-        found += _buffers(tensors, device)
-    return found
+            found += _device(label, tensor, device, terms.device)
+    found += _limits(dims, terms)
+    found += _outputs(op, spec, dims, tensors, terms, device, shapes=not found)
+    return found + list(_buffers(tensors, terms, device))
+
+
+def compiled(
+    op: Operator,
+    spec: Spec,
+    limits: Limits | None = None,
+    sizes: Sizes | None = None,
+    *,
+    capability: Capability | None = None,
+    device: str | None = None,
+) -> Check:
+    """Return ``check(**operands)`` for one plan: returns None, or raises with every reason.
+
+    The parameters are the operator's, all optional, so that an implementation may leave out what it never
+    gets; a required operand that is left out counts as missing. It reads about four attributes an operand.
+
+    Args:
+        op: the abstract operator.
+        spec: the plan's Spec: dimensions, dtypes and which optional operands are present.
+        limits: the plan's Limits; T and N beyond them are refused.
+        sizes: the plan's sizes; a smaller workspace or step buffer is refused.
+        capability: what the chosen kernel needs beyond the contract: alignment, contiguity, fewer dtypes.
+        device: the plan's device.
+
+    Raises:
+        ContractError: from the returned function, with all reasons of all operands together.
+    """
+    from kimi_hal.ops import straightline
+
+    terms = Terms(
+        limits=limits,
+        workspace=sizes.workspace if sizes else 0,
+        step=sizes.step if sizes else 0,
+        tensors=capability.tensors if capability else {},
+        static_rows=capability.properties.static_rows if capability else False,
+        device=device,
+    )
+    names = tuple(op.signature.parameters)
+
+    def refuse(values: tuple[Any, ...]) -> None:
+        reasons = problems(op, spec, dict(zip(names, values, strict=True)), terms)
+        if reasons:
+            raise ContractError(op.name, reasons)
+
+    return straightline.function(op, spec, terms, refuse)
+
+
+def accepted_dtypes(arg: Arg, spec: Spec, cap: TensorCap | None) -> tuple[str, ...]:
+    """Return the dtype names that both the contract and the kernel accept; ``("*",)`` = any."""
+    contract = arg.dtypes(spec)
+    if cap is None or not cap.dtypes:
+        return contract
+    return cap.dtypes if contract == ("*",) else tuple(d for d in contract if d in cap.dtypes)
+
+
+def contiguity(strided: str, cap: TensorCap | None) -> frozenset[str]:
+    """Return the layouts that a tensor must have: of ``"last"``, ``"heads"``, ``"inner"``, ``"all"``."""
+    needed = {strided} - {"any"}
+    return frozenset(needed | set(cap.contiguous if cap else ()))
+
+
+def uneven(sizes: tuple[int, ...], strides: tuple[int, ...], elements: int) -> bool:
+    """Tell whether a stride that is used, other than the last, is not a multiple of ``elements``."""
+    return any(n > 1 and st % elements for n, st in zip(sizes[:-1], strides[:-1], strict=True))
+
+
+def _each(name: str, arg: Arg, value: Any, found: list[str]) -> Iterator[tuple[str, Any]]:
+    """Yield label and tensor of an operand, or of each entry of a list; note what is none."""
+    if arg.many and not isinstance(value, list | tuple):
+        found.append(f"{name} must be a list of tensors, got {type(value).__name__}")
+        return
+    entries = [(f"{name}[{i}]", v) for i, v in enumerate(value)] if arg.many else [(name, value)]
+    for label, tensor in entries:
+        if hasattr(tensor, "dtype") and hasattr(tensor, "stride"):
+            yield label, tensor
+        else:
+            found.append(f"{label} must be a tensor, got {type(tensor).__name__}")
 
 
 def _count(name: str, arg: Arg, dims: Dims, value: Any) -> Iterator[str]:
     wanted = dims.value(arg.count) if arg.count else None
-    if wanted is not None and len(value) != wanted:
+    if wanted is not None and isinstance(value, list | tuple) and len(value) != wanted:
         yield f"{name} must be {wanted} tensors ({arg.count}), got {len(value)}"
 
 
-def _each(name: str, arg: Arg, value: Any) -> Iterator[tuple[str, Any]]:
-    if not arg.many:
-        yield name, value
-        return
-    for i, tensor in enumerate(value):
-        yield f"{name}[{i}]", tensor
-
-
-def _is_tensor(value: Any) -> bool:
-    return hasattr(value, "dtype") and hasattr(value, "stride")
-
-
-def _presence(op: Operator, name: str, value: Any, rule: bool | None) -> str | None:
+def _presence(op: Operator, name: str, value: Any, rule: bool | None) -> Iterator[str]:
     required = rule is True or (rule is None and op.signature.parameters[name].default is not None)
     if value is None and required:
-        return f"{name} is required by this Spec"
+        yield f"{name} is required by this Spec"
     if value is not None and rule is False:
-        return f"{name} is refused by this Spec"
-    return None
+        yield f"{name} is refused by this Spec"
 
 
-def _tensor(label: str, arg: Arg, spec: Spec, dims: Dims, tensor: Any) -> Iterator[str]:
-    accepted = arg.dtypes(spec)
+def _operand(
+    label: str, arg: Arg, spec: Spec, dims: Dims, tensor: Any, cap: TensorCap | None
+) -> Iterator[str]:
+    accepted = accepted_dtypes(arg, spec, cap)
     got = str(tensor.dtype).removeprefix("torch.")
     if got not in accepted and accepted != ("*",):
-        yield f"{label} must be {' or '.join(accepted)}, got {got}"
+        narrowed = " for this implementation" if got in arg.dtypes(spec) else ""
+        yield f"{label} must be {' or '.join(accepted)}{narrowed}, got {got}"
     if arg.shape != "*":
         wrong = dims.mismatch(label, arg.shape, tuple(tensor.shape))
         if wrong:
             yield wrong
             return
-    yield from _strides(label, arg.strided, tensor)
+    yield from _layout(label, contiguity(arg.strided, cap), tensor)
+    yield from _alignment(label, cap, tensor)
 
 
-def _strides(label: str, rule: str, tensor: Any) -> Iterator[str]:
-    if rule == "any" or not tensor.numel():
+def _layout(label: str, needed: frozenset[str], tensor: Any) -> Iterator[str]:
+    if not tensor.numel() or not tensor.dim():
         return
-    if rule == "last" and tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    for layout, (free, words) in LAYOUTS.items():
+        # The strictest that is asked for says it all: those after it follow.
+        if layout in needed:
+            free = max(0, tensor.dim() + free if free < 0 else free)
+            if not tensor[(0,) * free].is_contiguous():
+                yield f"{label} must be contiguous{words}, got strides {list(tensor.stride())}"
+            return
+    if needed and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         yield f"{label} must have stride 1 in its last dimension, got strides {list(tensor.stride())}"
-    if rule == "inner" and not tensor[0].is_contiguous():
-        yield f"{label} must be contiguous in all but its first dimension, got strides {list(tensor.stride())}"
-    if rule == "all" and not tensor.is_contiguous():
-        yield f"{label} must be contiguous, got strides {list(tensor.stride())}"
+
+
+def _alignment(label: str, cap: TensorCap | None, tensor: Any) -> Iterator[str]:
+    if cap is None or not tensor.numel():
+        return
+    past = tensor.data_ptr() % cap.align
+    if past:
+        yield f"{label} must start at a multiple of {cap.align} bytes, starts {past} past one"
+    elements = max(1, cap.align // tensor.element_size())
+    if uneven(tuple(tensor.shape), tensor.stride(), elements):
+        strides = list(tensor.stride())
+        yield (
+            f"{label} must have strides of whole {cap.align} bytes ({elements} elements) but for the last, "
+            f"got strides {strides}"
+        )
+
+
+def _device(label: str, tensor: Any, first: Any, wanted: str | None) -> Iterator[str]:
+    kind, _, index = (wanted or "").partition(":")
+    if kind and (tensor.device.type != kind or (index and tensor.device.index != int(index))):
+        yield f"{label} is on {tensor.device}, this plan is for {wanted}"
+    elif first is not None and tensor.device != first:
+        yield f"{label} is on {tensor.device}, the first operand on {first}"
+
+
+def _limits(dims: Dims, terms: Terms) -> Iterator[str]:
+    if terms.limits is None:
+        return
+    for letter, name in BOUNDED.items():
+        size, most = dims.bound.get(letter), getattr(terms.limits, name)
+        if size is not None and size > most:
+            yield f"{letter}={size} is more than the plan's {name}={most}; plan with larger Limits"
+    buckets, rows = terms.limits.row_buckets, dims.bound.get("T")
+    if terms.static_rows and rows is not None and rows not in buckets:
+        yield f"T={rows} is none of the plan's row_buckets {list(buckets)}; pad to the next one"
 
 
 def _outputs(
-    op: Operator, spec: Spec, dims: Dims, tensors: Mapping[str, Any], limits: Limits | None, device: Any
+    op: Operator,
+    spec: Spec,
+    dims: Dims,
+    tensors: Mapping[str, Any],
+    terms: Terms,
+    device: Any,
+    shapes: bool,
 ) -> Iterator[str]:
-    if op.sizes is not None:
-        dims.bound.update(op.sizes(spec, limits, tensors))
-    for out in op.outs:
-        buffer = tensors.get(out.keyword)
-        if buffer is None:
+    """Check the buffers that the caller gave; shapes only where the operands agree on their letters."""
+    given = [out for out in op.outs if tensors.get(out.keyword) is not None]
+    if given and shapes and op.sizes is not None:
+        dims.bound.update(op.sizes(spec, terms.limits, tensors))
+    for out in given:
+        buffer = tensors[out.keyword]
+        if not hasattr(buffer, "dtype") or not hasattr(buffer, "stride"):
+            yield f"{out.keyword} must be a tensor, got {type(buffer).__name__}"
             continue
-        got, wanted = str(buffer.dtype).removeprefix("torch."), out.dtype_name(spec)
-        if got != wanted:
-            yield f"{out.keyword} must be {wanted}, got {got}"
-        wrong = dims.mismatch(out.keyword, out.shape, tuple(buffer.shape))
-        if wrong:
-            yield wrong
-        else:
-            yield from _strides(out.keyword, "last", buffer)
-        if device is not None and buffer.device != device:
-            yield f"{out.keyword} is on {buffer.device}, the first operand on {device}"
+        cap = terms.tensors.get(out.keyword)
+        yield from _output(out, spec, dims, buffer, cap, shapes)
+        yield from _device(out.keyword, buffer, device, terms.device)
 
 
-def _buffers(tensors: Mapping[str, Any], device: Any) -> Iterator[str]:
-    for name in ("step", "workspace"):
+def _output(
+    out: Out, spec: Spec, dims: Dims, buffer: Any, cap: TensorCap | None, shapes: bool
+) -> Iterator[str]:
+    got, wanted = str(buffer.dtype).removeprefix("torch."), out.dtype_name(spec)
+    if got != wanted:
+        yield f"{out.keyword} must be {wanted}, got {got}"
+    wrong = dims.mismatch(out.keyword, out.shape, tuple(buffer.shape)) if shapes else None
+    if wrong:
+        yield wrong
+        return
+    yield from _layout(out.keyword, contiguity("last", cap), buffer)
+    yield from _alignment(out.keyword, cap, buffer)
+
+
+def _buffers(tensors: Mapping[str, Any], terms: Terms, device: Any) -> Iterator[str]:
+    for name, least in (("step", terms.step), ("workspace", terms.workspace)):
         buffer = tensors.get(name)
         if buffer is None:
             continue
+        if not hasattr(buffer, "dtype") or not hasattr(buffer, "stride"):
+            yield f"{name} must be a tensor, got {type(buffer).__name__}"
+            continue
         if str(buffer.dtype) != "torch.uint8" or buffer.dim() != 1 or not buffer.is_contiguous():
             yield f"{name} must be a contiguous 1-D uint8 tensor, got {list(buffer.shape)} {buffer.dtype}"
-        elif device is not None and buffer.device != device:
-            yield f"{name} is on {buffer.device}, the first operand on {device}"
+        elif buffer.numel() < least:
+            yield f"{name} has {buffer.numel()} bytes, the plan needs {least} (plan.{name}_bytes)"
+        elif name == "workspace" and least and buffer.data_ptr() % WORKSPACE_ALIGN:
+            past = buffer.data_ptr() % WORKSPACE_ALIGN
+            yield f"workspace must start at a multiple of {WORKSPACE_ALIGN} bytes, starts {past} past one"
+        yield from _device(name, buffer, device, terms.device)
