@@ -92,6 +92,7 @@ class Operator:
         signature: the parameters that every implementation's run function has, annotations left out.
         args: tensor arguments by name, in order.
         outs: outputs in order; empty for an operator that only mutates.
+        tested: outputs that only a run function's test entry fills (``run.return_scores``).
         composite: made of other operators, whose names are ``parts``.
         grouped: needs a group when ``spec.dcp.world`` (or ``tp``) is above 1.
         listed: returns a list of tensors whose number only the implementation knows.
@@ -105,6 +106,7 @@ class Operator:
     args: Mapping[str, Arg]
     outs: tuple[Out, ...]
     doc: str
+    tested: tuple[Out, ...] = ()
     sizes: Sizes | None = None
     presence: Presence | None = None
     values: Values | None = None
@@ -161,6 +163,7 @@ def operator(
     spec: type[Spec],
     args: Mapping[str, Arg],
     outs: tuple[Out, ...] = (),
+    tested: tuple[Out, ...] = (),
     sizes: Sizes | None = None,
     presence: Presence | None = None,
     values: Values | None = None,
@@ -178,6 +181,7 @@ def operator(
             signature=bare_signature(fn),
             args=args,
             outs=outs,
+            tested=tested,
             doc=inspect.cleandoc(fn.__doc__ or ""),
             sizes=sizes,
             presence=presence,

@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 Int = TypeVar("Int", int, "Tensor")
 
 
+def of_keys(dcp: DCP) -> DCP:
+    """Return how the index keys are spread: as positions are, or not at all where every rank holds them all."""
+    return DCP() if dcp.index == "replicated" else dcp
+
+
 def owner(position: Int, dcp: DCP) -> Int:
     """Return the rank that owns a global position."""
     return position // dcp.interleave % dcp.world
