@@ -16,7 +16,7 @@ _LAZY = {
     "Plan": ("kimi_hal.dispatch.plan", "Plan"),
     "load_plans": ("kimi_hal.dispatch.plan", "load_plans"),
     "freeze": ("kimi_hal.dispatch.policy", "freeze"),
-    "explain": ("kimi_hal.dispatch.selection", "explain"),
+    "explain": ("kimi_hal.dispatch.explain", "explain"),
     "Settings": ("kimi_hal.settings", "Settings"),
     "log": ("kimi_hal.log", "log"),
     "model": ("kimi_hal.model", ""),

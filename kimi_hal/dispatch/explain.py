@@ -1,0 +1,129 @@
+"""Say what would be chosen and every reason why each other candidate would not, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kimi_hal.dispatch import policy
+from kimi_hal.dispatch.candidate import Candidate, assess
+from kimi_hal.dispatch.loader import Registry
+from kimi_hal.dispatch.selection import decide
+from kimi_hal.dispatch.wish import REFERENCE, Request, Wish, wish
+from kimi_hal.errors import SelectionError
+from kimi_hal.ops.operator import get
+from kimi_hal.ops.spec import Limits, Spec
+from kimi_hal.settings import Settings
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The answer of ``explain``.
+
+    Args:
+        operator: its name.
+        spec: the Spec's fields.
+        device: the torch device.
+        chosen: full name, or ``None`` if nothing fits.
+        execution: how it would run; ``""`` if nothing fits.
+        why: one sentence: why it was chosen, or the error that a plan would raise.
+        candidates: every implementation of every loaded backend, with all reasons against it.
+        failures: plugins that could not be used, and why.
+    """
+
+    operator: str
+    spec: dict[str, Any]
+    device: str
+    chosen: str | None
+    execution: str
+    why: str
+    candidates: tuple[Candidate, ...]
+    failures: dict[str, str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-ready values."""
+        return {
+            "operator": self.operator,
+            "spec": self.spec,
+            "device": self.device,
+            "chosen": self.chosen,
+            "execution": self.execution,
+            "why": self.why,
+            "candidates": [c.to_dict() for c in self.candidates],
+            "failures": self.failures,
+        }
+
+    def __str__(self) -> str:
+        head = f"{self.operator} on {self.device}: {self.chosen or 'nothing fits'}"
+        lines = [head, f"  because {self.why}"] if self.chosen else [head, f"  {self.why.splitlines()[0]}"]
+        lines += [_line(c) for c in self.candidates]
+        lines += [f"  plugin {name}: {why}" for name, why in self.failures.items()]
+        return "\n".join(lines)
+
+
+def explain(
+    operator: str,
+    spec: Spec,
+    limits: Limits | None = None,
+    *,
+    device: str | None = None,
+    implementation: str | None = None,
+    settings: Settings | None = None,
+    registry: Registry | None = None,
+) -> Explanation:
+    """Return what ``plan`` would choose, without building it; a refusal is an answer, not an error.
+
+    Args:
+        operator: its name.
+        spec: its Spec.
+        limits: the sizes, or ``None``.
+        device: a torch device; ``None`` = that of the backend that is asked for or found, else the CPU.
+        implementation: as in ``plan``.
+        settings: the variables; ``None`` = those of this process.
+        registry: the loaded backends; ``None`` = those of ``settings``.
+
+    Raises:
+        UnknownNameError: no such operator, backend or implementation; the nearest is named.
+        SettingsError: an unknown or ill-formed variable.
+        PluginError: a plugin asked for by name cannot be used.
+    """
+    op = get(operator)
+    settings = settings or policy.settings()
+    registry = registry or policy.registry(settings)
+    device = device or _device(settings, registry)
+    request = Request(op, spec, limits, device, implementation, settings)
+    chosen, execution = None, ""
+    try:
+        choice = decide(request, registry)
+        chosen, execution, why, candidates = choice.full_name, choice.execution, choice.why, choice.candidates
+    except SelectionError as error:
+        why, candidates = str(error), _all(request, registry)
+    failures = {name: failure.message for name, failure in sorted(registry.failures.items())}
+    return Explanation(operator, spec.to_dict(), device, chosen, execution, why, candidates, failures)
+
+
+def _all(request: Request, registry: Registry) -> tuple[Candidate, ...]:
+    """Return every candidate where nothing was chosen, also where ``auto`` could not decide."""
+    try:
+        asked = wish(request, registry)
+    except SelectionError:
+        asked = Wish("auto", None)
+    return tuple(a.candidate(chosen=False) for a in assess(request, asked, registry))
+
+
+def _device(settings: Settings, registry: Registry) -> str:
+    """Return the torch device type that the settings lead to."""
+    if settings.execution == "interpreted":
+        return "cpu"
+    names = [settings.backend] if settings.backend != "auto" else sorted(registry.backends)
+    for name in names:
+        device = registry.get(name).backend.torch_device
+        if name != REFERENCE and (settings.backend != "auto" or registry.probe(name).present):
+            return device
+    return "cpu"
+
+
+def _line(candidate: Candidate) -> str:
+    if candidate.chosen:
+        return f"  {candidate.full_name}: chosen"
+    return f"  {candidate.full_name}: {'; '.join(candidate.refusals) or 'fits, ranked lower'}"

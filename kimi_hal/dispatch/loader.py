@@ -1,0 +1,356 @@
+"""Find plugins, load them one by one, and keep what goes wrong with its traceback.
+
+A plugin is an entry point of the group ``kimi_hal`` whose name is its backend's name. Only what
+``KIMI_HAL_BACKEND`` and ``KIMI_HAL_OPS`` name is loaded; ``auto`` loads all. Loading imports neither torch
+nor a driver: a backend's parts are strings, resolved when they are needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint
+from typing import Any, TypeVar
+
+from kimi_hal import __version__
+from kimi_hal.dispatch import hooks, validation
+from kimi_hal.dispatch.contract import Backend, Implementation, Probe
+from kimi_hal.errors import PluginError, SettingsError, UnknownNameError, nearest, unknown
+from kimi_hal.log import log
+from kimi_hal.settings import Settings, injected, owner
+
+GROUP = "kimi_hal"
+#: The reference goes through the same door as every plugin, installed or not.
+REFERENCE = EntryPoint(name="reference", value="kimi_hal.reference.plugin", group=GROUP)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a plugin is not usable.
+
+    Args:
+        plugin: its entry-point name.
+        message: one sentence.
+        traceback: what Python printed; ``""`` if nothing was raised.
+        breach: a mistake in the plugin's own declaration, an error also under ``auto``: two plugins of one
+            name, a misspelt hook, a hook with arguments.
+    """
+
+    plugin: str
+    message: str
+    traceback: str = ""
+    breach: bool = False
+
+    def error(self) -> PluginError:
+        """Return the error to raise."""
+        return PluginError(self.plugin, self.message)
+
+
+class BrokenError(Exception):
+    """Carries a Failure out of the steps of loading."""
+
+    def __init__(self, failure: Failure) -> None:
+        self.failure = failure
+        super().__init__(failure.message)
+
+
+@dataclass
+class Loaded:
+    """A plugin that is usable: its Backend, its implementations, and its probe, run once."""
+
+    backend: Backend
+    implementations: tuple[Implementation, ...]
+    distribution: str = ""
+    _probe: Probe | None = None
+
+    @property
+    def name(self) -> str:
+        """Return the backend's name."""
+        return self.backend.name
+
+    def of(self, operator: str) -> tuple[Implementation, ...]:
+        """Return the implementations of one operator, in declared order."""
+        return tuple(i for i in self.implementations if i.operator == operator)
+
+
+@dataclass
+class Registry:
+    """The backends of this process.
+
+    Attributes:
+        settings: what was asked for.
+        points: every installed entry point by name, loaded or not.
+        backends: the loaded ones.
+        failures: those that could not be loaded, validated or probed.
+    """
+
+    settings: Settings
+    points: dict[str, EntryPoint]
+    backends: dict[str, Loaded] = field(default_factory=dict)
+    failures: dict[str, Failure] = field(default_factory=dict)
+
+    def get(self, name: str) -> Loaded:
+        """Return a backend that is asked for by name, loading it now if it was not.
+
+        Raises:
+            UnknownNameError: no such plugin is installed; the nearest is named.
+            PluginError: it is installed and cannot be used.
+        """
+        if name not in self.points:
+            raise unknown("backend", name, self.points)
+        if name not in self.backends and name not in self.failures:
+            self._load(name)
+            self._load(REFERENCE.name)  # which covers the formats that the plugin brought
+        if name in self.failures:
+            raise self.failures[name].error()
+        return self.backends[name]
+
+    def probe(self, name: str) -> Probe:
+        """Return what a loaded backend found on this machine; asked once, then kept.
+
+        A probe that raises makes the backend absent, and says why; ``failures`` keeps the traceback.
+        """
+        loaded = self.backends[name]
+        if loaded._probe is None:
+            try:
+                loaded._probe = _probe(loaded.backend)
+            except BrokenError as broken:
+                self.failures[name] = broken.failure
+                loaded._probe = Probe(present=False, why=broken.failure.message)
+                if not self.named(name):
+                    _warn(broken.failure)
+        if self.named(name) and name in self.failures:
+            raise self.failures[name].error()
+        return loaded._probe
+
+    def named(self, name: str) -> bool:
+        """Tell whether the settings ask for this backend by name."""
+        return name in _named(self.settings)
+
+    def variables(self, name: str) -> dict[str, str]:
+        """Return the set variables that a backend declares as its own."""
+        declared = self.backends[name].backend.variables
+        return {n: v for n, v in self.settings.plugins if n in declared}
+
+    def _load(self, name: str) -> None:
+        try:
+            self.backends[name] = _loaded(self.points[name])
+        except BrokenError as broken:
+            self.failures[name] = broken.failure
+
+
+def load(settings: Settings, *, strict: bool = True) -> Registry:
+    """Load what the settings name; under ``auto``, everything.
+
+    Args:
+        settings: which plugins are wanted.
+        strict: raise for what is named and for breaches of the plugin contract. ``doctor`` and ``list`` pass
+            False and print ``Registry.failures``.
+
+    Raises:
+        PluginError: a plugin asked for by name cannot be used; two plugins have one name; a hook is wrong.
+        SettingsError: ``KIMI_HAL_OPS`` names an implementation, or the environment a plugin's variable, that
+            does not exist.
+    """
+    registry = Registry(settings, {})
+    for point in (REFERENCE, *importlib.metadata.entry_points(group=GROUP)):
+        first = registry.points.setdefault(point.name, point)
+        if first is not point:
+            registry.failures[point.name] = _duplicate(first, point)
+    for name in _wanted(registry):
+        if name not in registry.failures:
+            registry._load(name)
+    _judge(registry, strict)
+    _check_variables(registry)
+    if strict:
+        _check_overrides(registry)
+    return registry
+
+
+def installed() -> tuple[str, ...]:
+    """Return the names of the installed plugins; nothing is loaded."""
+    return tuple(sorted({point.name for point in importlib.metadata.entry_points(group=GROUP)}))
+
+
+def resolve(name: str) -> Any:
+    """Import what ``"module:attribute"`` names.
+
+    Raises:
+        UnknownNameError: the text has another form, or the module has no such attribute.
+        ImportError: whatever importing the module raises comes through.
+    """
+    module_name, colon, attribute = name.partition(":")
+    if not (module_name and colon and attribute):
+        raise UnknownNameError(f"{name!r} is not of the form 'module:function'")
+    module = importlib.import_module(module_name)
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        public = [n for n in vars(module) if not n.startswith("_")]
+        hint = nearest(attribute, public) or "."
+        raise UnknownNameError(f"module {module_name} has no {attribute!r}{hint}") from None
+
+
+def _named(settings: Settings) -> set[str]:
+    overrides = {full_name.partition(".")[0] for _, full_name in settings.ops}
+    return overrides | ({settings.backend} - {"auto"})
+
+
+def _wanted(registry: Registry) -> Iterable[str]:
+    if registry.settings.backend == "auto":
+        names = set(registry.points)
+    else:
+        names = (_named(registry.settings) | {REFERENCE.name}) & set(registry.points)
+    # The reference comes last: it covers the formats that plugins bring.
+    return sorted(names, key=lambda n: (n == REFERENCE.name, n))
+
+
+def _judge(registry: Registry, strict: bool) -> None:
+    """Raise for what may not be passed over; warn about the rest, once a plugin."""
+    for name in sorted(_named(registry.settings)):
+        if strict:
+            registry.get(name)
+    for _, failure in sorted(registry.failures.items()):
+        if strict and failure.breach:
+            raise failure.error()
+        _warn(failure)
+
+
+_WARNED: set[Failure] = set()
+
+
+def _warn(failure: Failure) -> None:
+    if failure not in _WARNED:
+        _WARNED.add(failure)
+        log.warning("%s; it is left out, `kimi-hal doctor` says more", failure.error())
+
+
+def _duplicate(first: EntryPoint, second: EntryPoint) -> Failure:
+    where = [f"{_distribution(p) or 'kimi-hal'} ({p.value})" for p in (first, second)]
+    message = f"two plugins have this name, {where[0]} and {where[1]}; uninstall one of them"
+    return Failure(first.name, message, breach=True)
+
+
+def _distribution(point: EntryPoint) -> str:
+    return f"{point.dist.name} {point.dist.version}" if point.dist else ""
+
+
+def _attempt(plugin: str, what: str, call: Callable[[], T]) -> T:
+    """Call a plugin's code; whatever it raises, even SystemExit, becomes a Failure."""
+    try:
+        return call()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        text = f"{what} raised {type(error).__name__}: {error}".rstrip(": ")
+        raise BrokenError(Failure(plugin, text + _skew(plugin, error), traceback.format_exc())) from error
+
+
+def _skew(plugin: str, error: BaseException) -> str:
+    """Say which kimi-hal a plugin was written for, when what it misses is ours."""
+    if not (isinstance(error, ImportError) and (error.name or "").startswith("kimi_hal.")):
+        return ""
+    points = importlib.metadata.entry_points(group=GROUP, name=plugin)
+    requires = [r for p in points if p.dist for r in p.dist.requires or () if r.startswith("kimi-hal")]
+    wish = f", and {_distribution(next(iter(points)))} requires {requires[0]}" if requires else ""
+    return f"; this is kimi-hal {__version__}{wish}"
+
+
+def _require(plugin: str, problems: Iterable[str], breach: bool = False) -> None:
+    found = list(problems)
+    if found:
+        raise BrokenError(Failure(plugin, "; ".join(found), breach=breach))
+
+
+def _loaded(point: EntryPoint) -> Loaded:
+    """Load one entry point: import it, ask its hook, check every declaration."""
+    name = point.name
+    _require(name, validation.name_problems(name))
+    module = _attempt(name, f"importing {point.value}", point.load)
+    _require(name, hooks.problems(module), breach=True)
+    backend = _attempt(name, f"{hooks.HOOK}()", lambda: hooks.ask(module, name))
+    _require(name, validation.backend_problems(name, backend))
+    if backend.formats is not None:
+        _attempt(name, backend.formats, lambda: _register_formats(backend.formats))
+    declared = _attempt(name, backend.implementations, lambda: resolve(backend.implementations))
+    _require(name, validation.implementations_problems(declared))
+    return Loaded(backend, declared, _distribution(point))
+
+
+def _register_formats(where: str) -> None:
+    from kimi_hal import formats
+
+    for fmt in resolve(where):
+        formats.register(fmt)
+
+
+def _probe(backend: Backend) -> Probe:
+    probe: Probe = _attempt(backend.name, backend.probe, lambda: resolve(backend.probe)())
+    _require(backend.name, (f"{backend.probe}: {p}" for p in validation.probe_problems(probe)))
+    return probe
+
+
+def _check_variables(registry: Registry) -> None:
+    """Compare the variables under a loaded plugin's prefix with what it declares."""
+    problems = []
+    for variable, _ in registry.settings.plugins:
+        loaded = registry.backends.get(owner(variable, registry.points) or "")
+        if loaded is None or variable in loaded.backend.variables:
+            continue
+        removed = loaded.backend.removed_variables
+        declared = loaded.backend.variables
+        if variable in removed:
+            problems.append(f"{variable} was removed: {removed[variable]}")
+        elif not injected(variable):
+            known = ", ".join(sorted(declared)) or "none"
+            hint = nearest(variable, declared) or "."
+            problems.append(f"unknown variable {variable}{hint} Declared by {loaded.name}: {known}")
+    if problems:
+        raise SettingsError("\n".join(problems))
+
+
+def _check_overrides(registry: Registry) -> None:
+    for operator, full_name in registry.settings.ops:
+        try:
+            find(registry, operator, full_name)
+        except UnknownNameError as error:
+            raise SettingsError(f"KIMI_HAL_OPS: {error}") from None
+
+
+def find(registry: Registry, operator: str, full_name: str) -> tuple[Loaded, Implementation]:
+    """Return the backend and the implementation that a full name stands for.
+
+    Raises:
+        UnknownNameError: no such backend or implementation, or it implements another operator.
+        PluginError: its plugin cannot be used.
+    """
+    backend, dot, short = full_name.partition(".")
+    if not (backend and dot and short):
+        raise UnknownNameError(f"{full_name!r} is not of the form backend.implementation")
+    loaded = registry.get(backend)
+    known = {f"{backend}.{i.name}": i for i in candidates(loaded, operator)}
+    if full_name in known:
+        return loaded, known[full_name]
+    others = sorted({i.operator for i in loaded.implementations if i.name == short})
+    if others:
+        has = ", ".join(sorted(known)) or "none"
+        raise UnknownNameError(f"{full_name} implements {', '.join(others)}, not {operator}. Known: {has}")
+    raise unknown(f"implementation of {operator}", full_name, known)
+
+
+def candidates(loaded: Loaded, operator: str) -> tuple[Implementation, ...]:
+    """Return a backend's implementations of an operator; a composite can also be made of its parts."""
+    from kimi_hal.ops import get
+
+    own = loaded.of(operator)
+    op = get(operator)
+    if not op.composite:
+        return own
+    from kimi_hal.dispatch.composed import implementation
+
+    return (*own, implementation(loaded.backend, op))

@@ -1,0 +1,76 @@
+"""What the reference covers: every legal Spec of every operator, read off the Spec classes.
+
+Imports no torch. ``IMPLEMENTATIONS`` is made anew at each reading, so that formats which a plugin has
+registered since are covered as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import product
+from typing import Any
+
+from kimi_hal import formats, ops
+from kimi_hal.dispatch.contract import Capability, Implementation, Properties
+from kimi_hal.dispatch.fields import Leaf, leaves
+from kimi_hal.dispatch.validation import FORMAT_FIELDS
+from kimi_hal.domain import Domain, OneOf
+from kimi_hal.ops.operator import Operator
+from kimi_hal.ops.spec import ANY_FLOAT
+
+#: Operators that treat each row by itself, bit for bit: comparisons, copies, arithmetic on single elements.
+ROW_BY_ROW = frozenset(
+    {"quantize_index_query", "store_index_keys", "store_latent", "topk_select", "all_gather"}
+)
+NONE = OneOf((None,))
+
+
+def implementation(op: Operator) -> Implementation:
+    """Return the declaration of the reference for one operator."""
+    conjunctions = coverage(op.spec_type)
+    properties = Properties(
+        deterministic=True, concurrent=True, batch_invariant=op.name in ROW_BY_ROW, numerics_id="reference"
+    )
+    return Implementation(
+        operator=op.name,
+        name="torch",
+        build="kimi_hal.reference.backend:build",
+        capabilities=tuple(Capability(("*",), spec, properties=properties) for spec in conjunctions),
+        source=("kimi_hal/reference/*.py", "kimi_hal/ops/*.py", "kimi_hal/formats/*.py"),
+        execution=("native", "portable", "interpreted"),
+    )
+
+
+def coverage(spec_type: Any) -> list[Mapping[str, Domain]]:
+    """Return conjunctions that together cover every legal Spec of a class.
+
+    A field that may be ``None`` beside numbers is no single domain, so it takes two conjunctions, unless
+    ``None`` is its default, which is covered anyway.
+    """
+    known = leaves(spec_type)
+    choices = {name: domains(leaf) for name, leaf in known.items()}
+    return [dict(zip(choices, combination, strict=True)) for combination in product(*choices.values())]
+
+
+def domains(leaf: Leaf) -> tuple[Domain, ...]:
+    """Return the legal values of one field as domains."""
+    if leaf.record is not None:
+        return (NONE,)  # its presence is covered by the fields below it
+    values = leaf.legal or _by_type(leaf)
+    return (values, NONE) if leaf.optional and leaf.default is not None else (values,)
+
+
+def _by_type(leaf: Leaf) -> Domain:
+    """Return the domain of a field that its Spec class constrains by type alone."""
+    field = leaf.name.rpartition(".")[2]
+    if field in FORMAT_FIELDS:
+        return OneOf(tuple(formats.names(FORMAT_FIELDS[field])))
+    if leaf.hint is bool:
+        return OneOf((False, True))
+    return ANY_FLOAT
+
+
+def __getattr__(name: str) -> Any:
+    if name != "IMPLEMENTATIONS":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return tuple(implementation(op) for op in ops.OPERATORS.values())
