@@ -178,6 +178,8 @@ def _operand(
     if got not in accepted and accepted != ("*",):
         narrowed = " for this implementation" if got in arg.dtypes(spec) else ""
         yield f"{label} must be {' or '.join(accepted)}{narrowed}, got {got}"
+    if arg.ndim and tensor.dim() != getattr(spec, arg.ndim):
+        yield f"{label} must have {getattr(spec, arg.ndim)} dimensions, got shape {list(tensor.shape)}"
     if arg.shape != "*":
         wrong = dims.mismatch(label, arg.shape, tuple(tensor.shape))
         if wrong:

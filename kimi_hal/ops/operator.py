@@ -35,6 +35,7 @@ class Arg:
         dtype: dtype names that are accepted; ``"spec.FIELD"`` takes the name from a Spec field,
             ``"*"`` alone accepts any.
         shape: the shape in words (module docstring); ``"*"`` alone accepts any.
+        ndim: the Spec field that says how many dimensions ``"*"`` has; ``""`` = any number.
         mutated: the call writes it.
         many: a list of such tensors.
         count: the word that says how many tensors such a list has; ``""`` = any number.
@@ -45,6 +46,7 @@ class Arg:
 
     dtype: str | tuple[str, ...]
     shape: str
+    ndim: str = ""
     mutated: bool = False
     many: bool = False
     count: str = ""

@@ -93,6 +93,8 @@ class Writer:
         cap = self.terms.tensors.get(name)
         accepted = accepted_dtypes(arg, self.spec, cap)
         tests = [] if var == self.anchor else [self._dtype(var, accepted), self._device(var)]
+        if arg.ndim:
+            tests.append(f"{var}.dim() != {getattr(self.spec, arg.ndim)}")
         binds: list[str] = []
         if arg.shape != "*":
             tests += self._shape(var, arg.shape, binds)
