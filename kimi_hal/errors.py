@@ -64,10 +64,12 @@ class FormatError(KimiHalError, ValueError):
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the closest known name, or an empty string.
 
-    Ties go to the name that sorts first, so that the text of an error never depends on set order.
+    Case does not count. Ties go to the name that sorts first, so that the text of an error never depends on
+    set order.
     """
-    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    spelling = {k.lower(): k for k in sorted(known, reverse=True)}
+    close = difflib.get_close_matches(name.lower(), sorted(spelling), n=1, cutoff=0.5)
+    return f"; did you mean {spelling[close[0]]!r}?" if close else ""
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> UnknownNameError:

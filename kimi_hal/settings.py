@@ -153,7 +153,7 @@ def _unknown_names(ours: Mapping[str, str], plugins: list[str]) -> Iterator[str]
 
 
 def _backend(value: str, plugins: list[str]) -> dict[str, Any]:
-    return {"backend": choose(value, ("auto", *plugins))}
+    return {"backend": choose(value, ("auto", *plugins), "backend")}
 
 
 def _ops(value: str, plugins: list[str]) -> dict[str, Any]:

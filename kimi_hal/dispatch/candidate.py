@@ -117,7 +117,7 @@ def _assess(request: Request, wish: Wish, loaded: Loaded, probe: Probe, item: Im
     admitted = named or set(item.numerics) <= set(request.spec.numerics)
     if not admitted:
         reasons.append(_rounds(item, request))
-    if wish.implementation != request.implementation or request.implementation is None:
+    if request.implementation is None:
         reasons += _fused(request, item)
     return Assessment(
         loaded=loaded,

@@ -87,10 +87,12 @@ class Registry:
         points: every installed entry point by name, loaded or not.
         backends: the loaded ones.
         failures: those that could not be loaded, validated or probed.
+        strict: raise for what is asked for by name; else only keep the failure.
     """
 
     settings: Settings
     points: dict[str, EntryPoint]
+    strict: bool = True
     backends: dict[str, Loaded] = field(default_factory=dict)
     failures: dict[str, Failure] = field(default_factory=dict)
 
@@ -130,7 +132,7 @@ class Registry:
 
     def named(self, name: str) -> bool:
         """Tell whether the settings ask for this backend by name."""
-        return name in _named(self.settings)
+        return self.strict and name in _named(self.settings)
 
     def variables(self, name: str) -> dict[str, str]:
         """Return the set variables that a backend declares as its own."""
@@ -157,7 +159,7 @@ def load(settings: Settings, *, strict: bool = True) -> Registry:
         SettingsError: ``KIMI_HAL_OPS`` names an implementation, or the environment a plugin's variable, that
             does not exist.
     """
-    registry = Registry(settings, {})
+    registry = Registry(settings, {}, strict)
     for point in (REFERENCE, *importlib.metadata.entry_points(group=GROUP)):
         first = registry.points.setdefault(point.name, point)
         if first is not point:
@@ -215,7 +217,10 @@ def _judge(registry: Registry, strict: bool) -> None:
     for name in sorted(_named(registry.settings)):
         if strict:
             registry.get(name)
-    for _, failure in sorted(registry.failures.items()):
+    for name in _wanted(registry):
+        failure = registry.failures.get(name)
+        if failure is None:
+            continue
         if strict and failure.breach:
             raise failure.error()
         _warn(failure)

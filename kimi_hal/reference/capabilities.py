@@ -17,26 +17,32 @@ from kimi_hal.dispatch.validation import FORMAT_FIELDS
 from kimi_hal.domain import Domain, OneOf
 from kimi_hal.ops.operator import Operator
 from kimi_hal.ops.spec import ANY_FLOAT
+from kimi_hal.reference.sizes import RECORDS
+from kimi_hal.reference.weights import FORMAT
 
 #: Operators that treat each row by itself, bit for bit: comparisons, copies, arithmetic on single elements.
 ROW_BY_ROW = frozenset(
-    {"quantize_index_query", "store_index_keys", "store_latent", "topk_select", "all_gather"}
+    {"quantize_index_query", "store_index_keys", "store_latent", "topk_select", "topk_merge", "all_gather"}
 )
 NONE = OneOf((None,))
 
 
 def implementation(op: Operator) -> Implementation:
     """Return the declaration of the reference for one operator."""
-    conjunctions = coverage(op.spec_type)
+    alone = op.name in ROW_BY_ROW
     properties = Properties(
-        deterministic=True, concurrent=True, batch_invariant=op.name in ROW_BY_ROW, numerics_id="reference"
+        deterministic=True, concurrent=True, batch_invariant=alone, numerics_id="reference" if alone else ""
     )
     return Implementation(
         operator=op.name,
         name="torch",
         build="kimi_hal.reference.backend:build",
-        capabilities=tuple(Capability(("*",), spec, properties=properties) for spec in conjunctions),
+        capabilities=tuple(Capability(("*",), c, properties=properties) for c in coverage(op.spec_type)),
+        weights="kimi_hal.reference.weights:weights" if op.name == "moe_experts" else None,
+        size="kimi_hal.reference.sizes:sizes",
         source=("kimi_hal/reference/*.py", "kimi_hal/ops/*.py", "kimi_hal/formats/*.py"),
+        records=RECORDS if op.name in ("kda_verify", "kda_commit") else None,
+        weights_format=FORMAT if op.name in ("prepare_moe_weights", "moe_experts") else None,
         execution=("native", "portable", "interpreted"),
     )
 
