@@ -26,8 +26,9 @@ ELEMENTS = 1 << 24
 
 
 def spans(total: int, step: int) -> Iterator[slice]:
-    """Cut ``range(total)`` into slices of at most ``step``."""
-    return (slice(start, min(start + step, total)) for start in range(0, total, max(1, step)))
+    """Cut ``range(total)`` into slices of at most ``step``, and of at least one."""
+    step = max(1, step)
+    return (slice(start, min(start + step, total)) for start in range(0, total, step))
 
 
 def store_latent(
