@@ -83,7 +83,7 @@ Presence = Callable[[Any], Mapping[str, bool]]
 Values = Callable[[Any, "Limits | None", Mapping[str, Any]], Iterable[str]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Operator:
     """An abstract operator. Calling it is the convenience form: Spec fields by name, plans kept.
 
