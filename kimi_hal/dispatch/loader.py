@@ -226,13 +226,14 @@ def _judge(registry: Registry, strict: bool) -> None:
         _warn(failure)
 
 
-_WARNED: set[Failure] = set()
+_WARNED: set[str] = set()
 
 
 def _warn(failure: Failure) -> None:
-    if failure not in _WARNED:
-        _WARNED.add(failure)
-        log.warning("%s; it is left out, `kimi-hal doctor` says more", failure.error())
+    text = str(failure.error())
+    if text not in _WARNED:
+        _WARNED.add(text)
+        log.warning("%s; it is left out, `kimi-hal doctor` says more", text)
 
 
 def _duplicate(first: EntryPoint, second: EntryPoint) -> Failure:

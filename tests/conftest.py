@@ -1,0 +1,20 @@
+"""What every test folder may ask for."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from fake_plugins import Plugins
+
+from kimi_hal.dispatch import policy
+
+
+@pytest.fixture
+def plugins(monkeypatch):
+    """No plugin is installed but those that the test adds; no ``KIMI_HAL_*`` variable is set."""
+    for name in list(os.environ):
+        if name.startswith("KIMI_HAL_"):
+            monkeypatch.delenv(name)
+    yield Plugins(monkeypatch)
+    policy.thaw()
