@@ -55,7 +55,7 @@ class GatherSpec(Spec):
 
 
 def total_problem(spec: GatherSpec, rows: int, total: int | None) -> str | None:
-    """Return why ``total`` cannot be the real rows of all ranks, each of which gives ``rows``; or ``None``."""
+    """Return why ``total`` cannot be the real rows of all ranks, each giving ``rows``; or ``None``."""
     if spec.layout != "token_order":
         return None if total is None else f"total is for layout='token_order', this is {spec.layout!r}"
     world, whole = spec.dcp.world, gathered_rows(spec, rows, total)

@@ -125,7 +125,7 @@ class IndexerSpec(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexerTopKSpec(IndexerSpec):
-    """``indexer_topk``: ``indexer_logits`` and ``topk_select`` in one, the scores never leaving the device."""
+    """``indexer_topk``: what to score, and how many keys to select in which form."""
 
     topk: int = 2048
     ordered: bool = False
@@ -288,8 +288,9 @@ def _logits_values(spec: IndexerSpec, limits: Limits | None, t: Mapping[str, Any
 
 def _logits_sizes(spec: IndexerSpec, limits: Limits | None, t: Mapping[str, Any]) -> dict[str, Any]:
     out = t.get("out")
-    given = out is not None and len(out.shape) == 2
-    return {"L": out.shape[1] if given else logits_width(spec, limits, t["block_table"].shape[1])}
+    if out is not None and len(out.shape) == 2:
+        return {"L": out.shape[1]}
+    return {"L": logits_width(spec, limits, t["block_table"].shape[1])}
 
 
 _SCORED = {
@@ -398,11 +399,12 @@ def indexer_topk(
     Edge rules: rule 2 of ``docs/contract.md``. The order is strict: score descending, then smaller position;
     −0 equals +0, NaN ranks below −inf. A row with fewer than k keys returns all of them. Selected entries
     stand at the front, the others are −1; they ascend with ``Spec.ordered``. A length ≤ 0 gives a row of −1.
-    Under DCP the selection is this rank's, for ``topk_merge``. ``out`` may be a column slice of a wider buffer.
+    Under DCP the selection is this rank's, for ``topk_merge``. ``out`` may be a column slice of a wider
+    buffer.
 
-    Test entry: a run function carries ``return_scores``, which takes ``all_scores_out [T, width]`` as one more
-    keyword and returns ``(indices, scores, all_scores)``. It writes the score of every key of a row; the
-    columns behind them are unspecified. The selection is bit-equal with and without it.
+    Test entry: a run function carries ``return_scores``, which takes one more keyword, ``all_scores_out
+    [T, width]``, and returns ``(indices, scores, all_scores)``. It writes the score of every key of a row;
+    the columns behind them are unspecified. The selection is bit-equal with and without it.
 
     Source: vLLM ``model_executor/layers/indexer_topk.py``; rules 1, 2 and 4 of ``docs/contract.md``.
     """

@@ -129,8 +129,8 @@ def topk_select(
     Args:
         scores: ``[T, L]`` in ``Spec.scores_dtype``; the row stride is free. Under ``score="bfloat16"`` each
             score is first rounded once, to nearest even.
-        row_len: ``[T]`` int32 exclusive key bound in global positions; the row holds this rank's share of them
-            under ``Spec.dcp``.
+        row_len: ``[T]`` int32 exclusive key bound in global positions; under ``Spec.dcp`` the row holds this
+            rank's share of them.
         row_start: ``[T]`` int32, required with ``has_row_start``: the row's keys are the columns from
             ``row_start[t]`` on, and indices are relative to it.
 
@@ -217,8 +217,9 @@ def topk_merge(
     suffice; the engine then answers with an eager ``full``.
 
     Edge rules: rule 2 of ``docs/contract.md``. An index at or beyond the row's local length counts as −1.
-    Padding is told by its index, never by its score. A length ≤ 0 gives −1 and 0. With one rank, or
-    ``dcp.index="replicated"`` (the selection is global already), nothing is sent: all candidates win.
+    Padding is told by its index, never by its score. A length ≤ 0 gives −1 and 0. With one rank
+    every candidate wins. With ``dcp.index="replicated"`` they are global positions already: every one wins,
+    nothing is sent, and each rank keeps those that it owns.
 
     Source: rule 2 of ``docs/contract.md``; vLLM ``dcp_indexer_cutedsl.py`` (``full``), aiter
     ``ops/flydsl/dcp_topk_merge.py`` (``scores_only``).

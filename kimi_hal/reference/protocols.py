@@ -1,0 +1,122 @@
+"""The protocols of ``topk_merge``, each over the messages of a group. ``docs/operators.md`` has their proofs.
+
+A rank's candidates are ordinals ``[T, k]`` (``selection.py``) with local positions, −1 where there is none.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kimi_hal.ops.spec import DCP
+from kimi_hal.ops.topk_merge import TopKMergeSpec
+from kimi_hal.parallel import candidates, ownership
+from kimi_hal.parallel.groups import Group
+from kimi_hal.reference import selection
+from kimi_hal.reference.selection import NO_KEY
+
+#: On the wire of ``scores_only``: no candidate. Below the ordinal of NaN.
+NO_ORDINAL = -(1 << 31)
+NO_NARROW = -(1 << 15)
+
+
+def full(spec: TopKMergeSpec, ordinals: Tensor, local: Tensor, group: Group) -> Tensor:
+    """Send every candidate's ordinal and global position; return all winners, ascending, then −1."""
+    position = torch.where(local >= 0, ownership.position(local, spec.dcp), -1)
+    sent = torch.stack((ordinals, position.int()), dim=-1)
+    everyone = group.all_gather(sent)
+    return winners(selection.best(side_by_side(selection.keys(*everyone.unbind(-1))), spec.topk))
+
+
+def compact(spec: TopKMergeSpec, ordinals: Tensor, local: Tensor, row_len: Tensor, group: Group) -> Tensor:
+    """Send the best few candidates in 32 bits each, then in full the rows that they may not decide."""
+    beyond = row_len > candidates.CONTEXT
+    held = (local >= 0).sum(dim=1)
+    kept = torch.where(beyond[:, None], -1, local)
+    top = selection.best(selection.keys(selection.narrow(ordinals), kept), spec.candidates)
+    count = candidates.segments(spec.dcp)
+    everyone = group.all_gather(candidates.pack(*by_position(top), held, count))
+    scores, positions, holds = candidates.unpack(everyone, count)
+    key = selection.keys(scores, globally(positions, spec.dcp))
+    best = selection.best(side_by_side(key), spec.topk)
+    again = (beyond | undecided(key, best, holds)).nonzero()[:, 0]
+    won = winners(best)
+    if again.numel():  # the same on every rank, since all have decoded the same messages
+        won[again] = full(spec, ordinals[again], local[again], group)
+    return won
+
+
+def undecided(key: Tensor, best: Tensor, held: Tensor) -> Tensor:
+    """Tell which rows some rank may hold more winners of than it sent.
+
+    That needs a rank that sent its whole quota, holds more, and whose last candidate is itself a winner.
+
+    Args:
+        key: ``[W, T, C]`` keys sent by each rank.
+        best: ``[T, k]`` provisional winners, descending.
+        held: ``[W, T]`` candidates of each rank.
+    """
+    last = key.amin(dim=-1)
+    more = (last != NO_KEY) & (held > key.shape[-1])
+    return (more & (last >= best[:, -1])).any(dim=0)
+
+
+def scores_only(spec: TopKMergeSpec, ordinals: Tensor, local: Tensor, group: Group) -> Tensor:
+    """Send ordinals alone and apply the shared threshold; return this rank's winners, ascending, then −1."""
+    none, short = NO_ORDINAL, spec.score == "bfloat16"
+    if short:
+        none, ordinals = NO_NARROW, selection.narrow(ordinals)
+    mine = torch.where(local >= 0, ordinals, none)
+    everyone = group.all_gather(mine.to(torch.int16 if short else torch.int32)).int()
+    cut = side_by_side(everyone).topk(spec.topk, dim=1).values[:, -1:]
+    wanted = spec.topk - (everyone > cut).sum(dim=(0, 2))
+    ties = ((everyone == cut) & (everyone != none)).sum(dim=2)
+    tied = (mine == cut) & (local >= 0)
+    split = (ties.sum(dim=0) > wanted).nonzero()[:, 0]
+    if split.numel():  # the same on every rank, as are ties and wanted
+        tied[split] &= among_first(spec, local[split], tied[split], ties[:, split], wanted[split], group)
+    return selection.ascending(torch.where((mine > cut) | tied, local, -1))
+
+
+def among_first(
+    spec: TopKMergeSpec, local: Tensor, tied: Tensor, ties: Tensor, wanted: Tensor, group: Group
+) -> Tensor:
+    """Exchange tied positions and tell which of this rank's are among the ``wanted`` smallest of all.
+
+    Args:
+        spec: the merge.
+        local: ``[R, k]`` local positions of rows whose ties straddle the cut.
+        tied: ``[R, k]``, which of them are tied.
+        ties: ``[W, R]``, how many each rank has.
+        wanted: ``[R]``, how many of all ranks' ties win, at least 1.
+        group: the ranks.
+    """
+    position = torch.where(tied, ownership.position(local, spec.dcp), -1)
+    width = int(torch.minimum(ties, wanted).max())
+    everyone = group.all_gather(selection.ascending(position)[:, :width].int()).long()
+    bound = selection.ascending(side_by_side(everyone)).gather(1, wanted[:, None] - 1)
+    return position <= bound
+
+
+def winners(best: Tensor) -> Tensor:
+    """Return the positions of keys, ascending, then −1."""
+    return selection.ascending(selection.positions(best))
+
+
+def side_by_side(parts: Tensor) -> Tensor:
+    """Turn ``[W, T, n]`` into ``[T, W · n]``."""
+    return parts.transpose(0, 1).flatten(1)
+
+
+def by_position(key: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ordinals and positions of keys in ascending order of position, what is no key at the end."""
+    position = selection.positions(key)
+    order = position.masked_fill(position < 0, selection.LAST).argsort(dim=1)
+    return (key >> 32).gather(1, order), position.gather(1, order)
+
+
+def globally(positions: Tensor, dcp: DCP) -> Tensor:
+    """Turn local positions ``[W, T, C]``, one slice a rank, into global ones; −1 stays."""
+    ranks = [DCP(world=dcp.world, rank=rank, interleave=dcp.interleave) for rank in range(dcp.world)]
+    moved = [ownership.position(part, rank) for part, rank in zip(positions, ranks, strict=True)]
+    return torch.where(positions < 0, -1, torch.stack(moved))
