@@ -27,7 +27,7 @@ bench: $(STAMP)
 $(STAMP): $(INPUTS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/dev.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements/nodeps.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements/workload.txt -r requirements/kernels.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps \
 		$(foreach path,$(DISTRIBUTIONS),-e $(path))
 	touch $(STAMP)

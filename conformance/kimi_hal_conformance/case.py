@@ -1,0 +1,74 @@
+"""A case: an operator, a Spec, sizes, and how to make its operands from a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kimi_hal.errors import unknown
+from kimi_hal.ops.spec import Limits, Spec
+
+#: Operand name -> tensor, list of tensors, or scalar.
+Operands = Mapping[str, Any]
+Make = Callable[[torch.Generator], Operands]
+
+
+class Checkpoint(dict[str, Any]):
+    """Weights as a checkpoint holds them: an implementation gets what its own ``plan.weights`` makes of them."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One case of one operator.
+
+    Args:
+        id: ``"sparse_mla/fp8/tp8/decode"``; stable, replayed by ``kimi-hal conformance run --case``.
+        spec: what is planned.
+        limits: for how much.
+        make: operands from a seeded CPU generator.
+        quick: part of the quick profile.
+        fault: class of ``docs/faults.md`` that the case reproduces, or 0.
+        ranks: ranks of a loopback group; ``make`` then returns ``{"ranks": [operands of each rank]}``.
+    """
+
+    id: str
+    operator: str
+    spec: Spec
+    limits: Limits
+    make: Make
+    quick: bool = True
+    fault: int = 0
+    ranks: int = 0
+
+
+CASES: dict[str, Case] = {}
+
+
+def add(cases: Iterable[Case]) -> None:
+    """Register cases; an id that stands twice is a fault of the suite."""
+    for case in cases:
+        assert case.id not in CASES, f"case {case.id} is registered twice"
+        CASES[case.id] = case
+
+
+def get(case_id: str) -> Case:
+    """Return a case by id, or raise with the nearest id."""
+    if case_id not in CASES:
+        raise unknown("case", case_id, CASES)
+    return CASES[case_id]
+
+
+def generator(case: Case, seed: int) -> torch.Generator:
+    """Return the case's own generator: the same operands for the same seed, whatever else runs."""
+    mixed = hash_text(case.id) ^ seed
+    return torch.Generator().manual_seed(mixed & (2**63 - 1))
+
+
+def hash_text(text: str) -> int:
+    """Return a stable 64-bit hash (Python's own is salted by process)."""
+    import hashlib
+
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")

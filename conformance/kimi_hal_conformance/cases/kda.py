@@ -1,0 +1,215 @@
+"""Cases of the kda family: convolution, gate, prefill, decode, and the verify and commit pair."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from kimi_hal.ops.kda import KDASpec
+from kimi_hal.ops.spec import Limits
+from kimi_hal_conformance.case import Case, Make, Operands, add
+from kimi_hal_conformance.draws import ints, normal, strided
+
+LIMITS = Limits(max_rows=128, max_reqs=16, rows_per_req=8, uniform=False)
+BF16 = torch.bfloat16
+SLOTS = 9
+
+
+def gate_parameters(g: torch.Generator, spec: KDASpec) -> dict[str, Tensor]:
+    """Return ``A_log`` and ``dt_bias`` as trained models have them: log of 1 to 16, and inverse softplus."""
+    rate = torch.rand(spec.num_heads, generator=g) * 15 + 1
+    return {"A_log": rate.log(), "dt_bias": normal(g, spec.num_heads * spec.head_dim, spread=2.0)}
+
+
+def rows_of(g: torch.Generator, spec: KDASpec, rows: int) -> dict[str, Tensor | None]:
+    """Return q, k, v as views of one convolution output, and the gate raw or finished."""
+    heads, dim = spec.num_heads, spec.head_dim
+    mixed = normal(g, rows, 3, heads, dim, dtype=BF16)
+    operands: dict[str, Tensor | None] = {name: mixed[:, i] for i, name in enumerate("qkv")}
+    raw_g, raw_beta = normal(g, rows, heads, dim, spread=2.0), normal(g, rows, heads, spread=2.0)
+    if spec.gate == "log":
+        finished = -5.0 * torch.sigmoid(raw_g)
+        return operands | {
+            "raw_g": finished,
+            "raw_beta": torch.sigmoid(raw_beta),
+            "A_log": None,
+            "dt_bias": None,
+        }
+    return (
+        operands
+        | {"raw_g": raw_g.to(BF16), "raw_beta": strided(raw_beta.to(BF16), 1)}
+        | gate_parameters(g, spec)
+    )
+
+
+def state_pool(g: torch.Generator, spec: KDASpec) -> Tensor:
+    """Return a pool of float32 states, each slot different, slots further apart than they are long."""
+    size = spec.num_heads * spec.head_dim**2
+    pool = normal(g, SLOTS, size + 64, spread=0.1)[:, :size]
+    return pool.unflatten(1, (spec.num_heads, spec.head_dim, spec.head_dim))
+
+
+def conv_pool(g: torch.Generator, spec: KDASpec) -> Tensor:
+    """Return a pool of bf16 convolution states in the Spec's layout."""
+    channels = 3 * spec.num_heads * spec.head_dim
+    shape = (spec.conv_width - 1, channels)
+    if spec.conv_layout == "channel_width":
+        shape = shape[::-1]
+    return normal(g, SLOTS, *shape, dtype=BF16)
+
+
+def sequences(lengths: Sequence[int], padding: int = 0) -> dict[str, Tensor]:
+    """Return offsets of sequences, a slot for each, and which of them continue; one of several is padding."""
+    ends = torch.tensor([0, *lengths]).cumsum(0).int()
+    ids = [(3 * i + 1) % SLOTS for i in range(len(lengths))]
+    if padding:
+        ids[-1] = -1
+    return {"cu_seqlens": ends, "state_ids": ints(ids)}
+
+
+def decode_operands(spec: KDASpec, rows: int) -> Make:
+    """Return one token a row; the last two rows of four or more are padding and out of range."""
+
+    def make(g: torch.Generator) -> Operands:
+        ids = [(2 * i) % SLOTS for i in range(rows)]
+        if rows > 3:
+            ids[-2:] = [-1, SLOTS]
+        pool = state_pool(g, spec)
+        columns = (
+            torch.stack([ints(ids), ints([7] * rows), ints([8] * rows)], dim=1)
+            if rows
+            else ints([]).view(0, 3)
+        )
+        return rows_of(g, spec, rows) | {"state": pool, "state_ids": columns[:, 0]}
+
+    return make
+
+
+def prefill_operands(spec: KDASpec, lengths: Sequence[int], tail: int = 0, resume: bool = True) -> Make:
+    """Return ragged sequences with ``tail`` padding rows behind the last."""
+
+    def make(g: torch.Generator) -> Operands:
+        rows = sum(lengths) + tail
+        operands = (
+            rows_of(g, spec, rows)
+            | {"state": state_pool(g, spec)}
+            | sequences(lengths, padding=len(lengths) > 3)
+        )
+        if resume:
+            operands["has_initial_state"] = torch.tensor(
+                [i % 2 == 0 for i in range(len(lengths))], dtype=torch.bool
+            )
+        return operands
+
+    return make
+
+
+def checkpointed(make: Make, offsets: Sequence[int]) -> Make:
+    """Return operands that also store a checkpoint in the slot behind each sequence's own."""
+
+    def wrapped(g: torch.Generator) -> Operands:
+        operands = dict(make(g))
+        ids = (operands["state_ids"] + 1).where(ints(offsets) >= 0, -1)
+        return operands | {"checkpoint_offsets": ints(offsets).clamp(min=0), "checkpoint_ids": ids}
+
+    return wrapped
+
+
+def conv_operands(spec: KDASpec, lengths: Sequence[int], tail: int = 0) -> Make:
+    """Return raw inputs, weights and histories of ragged sequences."""
+
+    def make(g: torch.Generator) -> Operands:
+        channels = 3 * spec.num_heads * spec.head_dim
+        operands = sequences(lengths, padding=len(lengths) > 3)
+        return operands | {
+            "x": strided(normal(g, sum(lengths) + tail, channels, dtype=BF16)),
+            "weight": normal(g, channels, spec.conv_width, dtype=BF16, spread=0.5),
+            "conv_state": conv_pool(g, spec),
+            "has_initial_state": torch.tensor([i % 2 == 0 for i in range(len(lengths))], dtype=torch.bool),
+        }
+
+    return make
+
+
+def verify_operands(spec: KDASpec, lengths: Sequence[int], limits: Limits) -> Make:
+    """Return what ``kda_verify`` takes, except its records, whose size only a plan knows."""
+
+    def make(g: torch.Generator) -> Operands:
+        rows = rows_of(g, spec, sum(lengths))
+        convolved = conv_operands(spec, lengths)(g)
+        shared = {name: convolved[name] for name in ("x", "weight", "conv_state", "state_ids", "cu_seqlens")}
+        gate = {name: rows[name] for name in ("raw_g", "raw_beta", "A_log", "dt_bias")}
+        return shared | gate | {"state": state_pool(g, spec)}
+
+    return make
+
+
+def commit_operands(spec: KDASpec, lengths: Sequence[int], accepted: Sequence[int], limits: Limits) -> Make:
+    """Return a verify's operands and how many rows of each sequence were accepted."""
+
+    def make(g: torch.Generator) -> Operands:
+        return {**verify_operands(spec, lengths, limits)(g), "accepted": ints(accepted)}
+
+    return make
+
+
+def gate_operands(spec: KDASpec, rows: int) -> Make:
+    """Return raw gates with arguments far out on both sides."""
+
+    def make(g: torch.Generator) -> Operands:
+        raw = normal(g, rows, spec.num_heads, spec.head_dim, spread=3.0)
+        beta = normal(g, rows, spec.num_heads, spread=3.0)
+        if rows:
+            raw[0, 0, :4] = torch.tensor([90.0, -90.0, 0.0, 20.5])
+            beta[0, 0] = 100.0
+        return {"raw_g": raw.to(BF16), "raw_beta": strided(beta.to(BF16), 1)} | gate_parameters(g, spec)
+
+    return make
+
+
+def cases() -> Iterator[Case]:
+    """Heads of TP sizes, other head sizes, both gates and layouts, ragged and empty sequences."""
+    tp8, odd = KDASpec(num_heads=12), KDASpec(num_heads=5, head_dim=60)
+    specs = {
+        "tp8": tp8,
+        "tp32": KDASpec(num_heads=3),
+        "odd": odd,
+        "log-gate": KDASpec(num_heads=2, head_dim=32, gate="log"),
+        "unbounded": KDASpec(num_heads=2, head_dim=32, lower_bound=None),
+        "no-norm": KDASpec(num_heads=2, head_dim=32, qk_norm=False, scale=0.25),
+        "channel-major": KDASpec(num_heads=2, head_dim=32, conv_layout="channel_width"),
+    }
+    for label, spec in specs.items():
+        if spec.gate == "raw":
+            for rows in (0, 1, 9):
+                yield case(f"kda_gate/{label}/rows{rows}", spec, gate_operands(spec, rows))
+        for rows in (0, 1, 6):
+            yield case(f"kda_decode/{label}/rows{rows}", spec, decode_operands(spec, rows))
+        long = (3, 0, 17, 64) if label != "tp8" else (5, 0, 70)
+        yield case(f"kda_prefill/{label}/ragged", spec, prefill_operands(spec, long, tail=2))
+        yield case(f"kda_conv/{label}/ragged", spec, conv_operands(spec, (1, 0, 5, 2), tail=3))
+        yield case(f"kda_verify/{label}/drafts", spec, verify_operands(spec, (1, 8, 3), LIMITS))
+        partial = commit_operands(spec, (4, 8, 3, 2), (2, 8, 0, -1), LIMITS)
+        yield case(f"kda_commit/{label}/partial", spec, partial)
+    small = KDASpec(num_heads=2, head_dim=16)
+    for length in (1, 7, 8, 15, 16, 63, 64, 65, 129):
+        yield case(
+            f"kda_prefill/small/one-of-{length}", small, prefill_operands(small, (length,), resume=False)
+        )
+    yield case("kda_prefill/small/none", small, prefill_operands(small, ()))
+    kept = KDASpec(num_heads=2, head_dim=16, checkpoints=True)
+    ragged = (5, 20, 33)
+    yield case(
+        "kda_prefill/small/checkpoints", kept, checkpointed(prefill_operands(kept, ragged), (0, 16, -1))
+    )
+    yield case("kda_conv/small/checkpoints", kept, checkpointed(conv_operands(kept, ragged), (2, 16, -1)))
+
+
+def case(name: str, spec: KDASpec, make: Make) -> Case:
+    """Return one case."""
+    return Case(id=name, operator=name.partition("/")[0], spec=spec, limits=LIMITS, make=make)
+
+
+add(cases())

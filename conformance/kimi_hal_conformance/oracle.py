@@ -1,0 +1,123 @@
+"""The oracle: the reference function of an operator, in float64 on the same bytes, and in float32 beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kimi_hal.dispatch.plan import plan
+from kimi_hal.ops.operator import Operator
+from kimi_hal.ops.spec import Limits, Spec
+from kimi_hal.reference.backend import function
+from kimi_hal_conformance.case import Checkpoint
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an operator must give: outputs by keyword and the buffers that it changes, by name."""
+
+    outputs: Mapping[str, Any]
+    mutated: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Question:
+    """One call, of which the answer is wanted."""
+
+    op: Operator
+    spec: Spec
+    limits: Limits
+    operands: Mapping[str, Any]
+    group: Any = None
+
+
+def answer(question: Question, dtype: torch.dtype) -> Answer:
+    """Compute the answer in ``dtype`` on copies of the operands; nothing of the caller's changes.
+
+    Floating-point buffers that the call mutates are held in ``dtype`` too, so that a state's own rounding
+    is not part of the answer.
+    """
+    return ORACLES.get(question.op.name, by_reference)(question, dtype)
+
+
+def by_reference(question: Question, dtype: torch.dtype) -> Answer:
+    """Ask the operator's reference function."""
+    op = question.op
+    operands = {name: _copy(value, name in op.mutated, dtype) for name, value in question.operands.items()}
+    if isinstance(question.operands.get("weights"), Checkpoint):
+        operands["weights"] = reference_weights(question)
+    group = {"group": question.group} if op.grouped else {}
+    results = function(op)(question.spec, **operands, **group, dtype=dtype)
+    results = results if isinstance(results, tuple) else (results,) if op.outs else ()
+    outputs = {out.keyword: value for out, value in zip(op.outs, results, strict=True)}
+    return Answer(outputs, buffers(op.mutated, operands))
+
+
+def reference_weights(question: Question) -> list[Tensor]:
+    """Return what the reference makes of a checkpoint."""
+    found = plan(
+        question.op.name,
+        question.spec,
+        limits=question.limits,
+        device="cpu",
+        implementation="reference.torch",
+    )
+    return list(found.weights(**question.operands["weights"]))
+
+
+def committed(question: Question, dtype: torch.dtype) -> Answer:
+    """Answer ``kda_commit`` without any record: convolve and run the accepted rows as if they were decoded."""
+    operands = {
+        name: _copy(value, name in ("conv_state", "state"), dtype)
+        for name, value in question.operands.items()
+    }
+    rows, ends = accepted_rows(operands["cu_seqlens"], operands["accepted"])
+    live = operands["state_ids"].where(operands["accepted"] > 0, -1)
+    common = {"state_ids": live, "cu_seqlens": ends}
+    from kimi_hal.reference import kda
+
+    spec: Any = question.spec
+    mixed = kda.kda_conv(
+        spec, operands["x"][rows], operands["weight"], operands["conv_state"], **common, dtype=dtype
+    )
+    q, k, v = mixed.bfloat16().view(rows.numel(), 3, spec.num_heads, spec.head_dim).unbind(1)
+    gate = (operands["raw_g"][rows], operands["raw_beta"][rows], operands["A_log"], operands["dt_bias"])
+    kda.kda_prefill(spec, q, k, v, *gate, operands["state"], **common, dtype=dtype)
+    return Answer({}, {"conv_states[0]": operands["conv_state"], "states[0]": operands["state"]})
+
+
+def accepted_rows(cu_seqlens: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows that were accepted, in order, and the offsets of the sequences that they form."""
+    starts, counts = cu_seqlens[:-1].tolist(), accepted.clamp(min=0).tolist()
+    rows = [start + i for start, count in zip(starts, counts, strict=True) for i in range(count)]
+    ends = torch.tensor([0, *counts]).cumsum(0).int()
+    return torch.tensor(rows, dtype=torch.int64), ends
+
+
+ORACLES: dict[str, Callable[[Question, torch.dtype], Answer]] = {"kda_commit": committed}
+
+
+def buffers(names: tuple[str, ...], operands: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the named operands, the members of a list apart."""
+    found: dict[str, Tensor] = {}
+    for name in names:
+        value = operands.get(name)
+        if isinstance(value, list):
+            found |= {f"{name}[{i}]": tensor for i, tensor in enumerate(value)}
+        elif value is not None:
+            found[name] = value
+    return found
+
+
+def _copy(value: Any, mutated: bool, dtype: torch.dtype) -> Any:
+    if isinstance(value, list):
+        return [_copy(item, mutated, dtype) for item in value]
+    if not isinstance(value, Tensor):
+        return value
+    if mutated and value.is_floating_point():
+        return value.to(dtype, copy=True)
+    return value.clone()

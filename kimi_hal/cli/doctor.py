@@ -1,0 +1,75 @@
+"""``kimi-hal doctor``: what is installed, what was found, what is wrong, and what to type."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Iterator
+
+import click
+
+from kimi_hal import __version__
+from kimi_hal.dispatch.loader import Registry, load
+from kimi_hal.errors import KimiHalError
+from kimi_hal.settings import Settings, variables
+
+#: Distributions that some part of the project uses where they are present.
+LIBRARIES = ("torch", "pluggy", "triton", "click", "rich", "msgspec", "safetensors", "kimi-hal-conformance")
+
+
+@click.command(name="doctor")
+@click.option("--probe/--no-probe", default=True, help="Ask each plugin whether its device is here.")
+@click.option("--traceback", is_flag=True, help="Show what a broken plugin raised.")
+@click.pass_context
+def command(ctx: click.Context, probe: bool, traceback: bool) -> None:
+    """Say what is installed, what was found and what is wrong; exit status 1 if something is wrong."""
+    click.echo(
+        f"kimi-hal {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}"
+    )
+    for name in LIBRARIES:
+        click.echo(f"  {name}: {version(name)}")
+    problems = list(check_settings())
+    registry = load(Settings(), strict=False)
+    for name in sorted(registry.backends):
+        click.echo(describe(registry, name, probe))
+    for name, failure in sorted(registry.failures.items()):
+        problems.append(f"plugin {name}: {failure.message}")
+        if traceback and failure.traceback:
+            problems.append(failure.traceback)
+    for problem in problems:
+        click.secho(f"problem: {problem}", fg="red")
+    click.echo("nothing is wrong" if not problems else f"{len(problems)} to mend")
+    ctx.exit(1 if problems else 0)
+
+
+def version(distribution: str) -> str:
+    """Return an installed version, or say that it is not installed. Imports nothing."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def check_settings() -> Iterator[str]:
+    """Print the variables that are set, and yield what is wrong with them."""
+    for name, value in sorted(variables(os.environ).items()):
+        click.echo(f"  {name}={value}")
+    try:
+        Settings.from_env()
+    except KimiHalError as error:
+        yield str(error)
+
+
+def describe(registry: Registry, name: str, probe: bool) -> str:
+    """Return one line about a backend: version, how much it implements, and its device."""
+    loaded = registry.backends[name]
+    count = len(loaded.implementations)
+    line = f"backend {name} {loaded.backend.version}: {count} implementation{'' if count == 1 else 's'}"
+    if not probe:
+        return line
+    found = registry.probe(name)
+    if not found.present:
+        return f"{line}; no device: {found.why}"
+    facts = "".join(f", {key} {value}" for key, value in found.facts.items())
+    return f"{line}; {', '.join(found.devices) or 'present'} ({found.arch}){facts}"

@@ -1,0 +1,99 @@
+"""``kimi-hal list``: the support matrix, read off the capability tables. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from kimi_hal.dispatch.contract import Capability, Implementation
+from kimi_hal.dispatch.loader import Loaded, Registry, candidates, load
+from kimi_hal.ops import OPERATORS
+from kimi_hal.ops.operator import get
+from kimi_hal.settings import Settings
+
+MARKS = {"native": "●", "portable": "◐", "interpreted": "○", "compile_only": "·"}
+
+
+@click.command(name="list")
+@click.argument("operator", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable, with every capability.")
+def command(operator: str | None, as_json: bool) -> None:
+    """Print which backend implements which operator; with OPERATOR, what each implementation covers."""
+    registry = load(Settings(), strict=False)
+    names = [get(operator).name] if operator else list(OPERATORS)
+    if as_json:
+        click.echo(json.dumps(matrix(registry, names), indent=2))
+    elif operator:
+        print_details(registry, operator)
+    else:
+        print_matrix(registry, names)
+
+
+def matrix(registry: Registry, operators: list[str]) -> dict[str, Any]:
+    """Return the matrix as JSON-ready data: operator -> backend -> implementations."""
+    rows = {
+        name: {
+            backend: [describe(i) for i in candidates(loaded, name)]
+            for backend, loaded in sorted(registry.backends.items())
+        }
+        for name in operators
+    }
+    failures = {name: failure.message for name, failure in sorted(registry.failures.items())}
+    return {"operators": rows, "failures": failures}
+
+
+def describe(implementation: Implementation) -> dict[str, Any]:
+    """Return one implementation as JSON-ready data."""
+    return {
+        "name": implementation.name,
+        "execution": list(implementation.execution),
+        "numerics": list(implementation.numerics),
+        "capabilities": [covered(c) for c in implementation.capabilities],
+    }
+
+
+def covered(capability: Capability) -> dict[str, Any]:
+    """Return one capability as JSON-ready data."""
+    properties = capability.properties
+    return {
+        "arch": list(capability.arch),
+        "spec": {field: str(domain) for field, domain in capability.spec.items()},
+        "limits": {field: str(domain) for field, domain in capability.limits.items()},
+        "properties": {name: getattr(properties, name) for name in properties.__dataclass_fields__},
+        "requires": dict(capability.requires),
+    }
+
+
+def print_matrix(registry: Registry, operators: list[str]) -> None:
+    """Print operators by backends; a cell names implementations with the ways in which they run."""
+    from rich.console import Console
+    from rich.table import Table
+
+    backends = [registry.backends[name] for name in sorted(registry.backends)]
+    table = Table("operator", *(b.name for b in backends))
+    for name in operators:
+        table.add_row(name, *(cell(loaded, name) for loaded in backends))
+    console = Console()
+    console.print(table)
+    console.print("  ".join(f"{mark} {word}" for word, mark in MARKS.items()), highlight=False)
+    for name, failure in sorted(registry.failures.items()):
+        console.print(f"plugin {name}: {failure.message}", style="red", markup=False)
+
+
+def cell(loaded: Loaded, operator: str) -> str:
+    """Return one cell: the implementations and how each may run; ``–`` where there is none."""
+    found = candidates(loaded, operator)
+    return "\n".join(f"{i.name} {''.join(MARKS[e] for e in i.execution)}" for i in found) or "–"
+
+
+def print_details(registry: Registry, operator: str) -> None:
+    """Print the capabilities of every implementation of one operator."""
+    for backend in sorted(registry.backends):
+        for implementation in candidates(registry.backends[backend], operator):
+            click.echo(f"{backend}.{implementation.name}: {', '.join(implementation.execution)}")
+            for capability in implementation.capabilities:
+                click.echo(f"  on {', '.join(capability.arch)}")
+                for field, domain in {**capability.spec, **capability.limits}.items():
+                    click.echo(f"    {field}: {domain}")

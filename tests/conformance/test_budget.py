@@ -1,0 +1,86 @@
+"""The error budget accepts correct rounding and refuses the cheapest real faults."""
+
+from __future__ import annotations
+
+import torch
+
+from kimi_hal_conformance.budget import compare, compare_exact
+
+
+def exact(n: int = 4096) -> torch.Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def test_the_correctly_rounded_result_passes_with_room() -> None:
+    x = exact()
+    measure = compare("out", x.bfloat16(), x, x.float())
+    assert not measure.problem
+    assert 0.3 < measure.norm < 0.7
+    assert 0.3 < measure.maximum < 0.5
+
+
+def test_a_one_percent_gain_fails() -> None:
+    x = exact()
+    assert compare("out", (x * 1.01).bfloat16(), x, x.float()).problem
+
+
+def test_zeros_fail() -> None:
+    x = exact() / 10
+    assert compare("out", torch.zeros_like(x).bfloat16(), x, x.float()).problem
+
+
+def test_truncation_instead_of_rounding_fails() -> None:
+    x = exact()
+    bits = x.float().view(torch.int32) & -65536
+    assert compare("out", bits.view(torch.float32).bfloat16(), x, x.float()).problem
+
+
+def test_one_entry_far_off_fails_by_its_maximum() -> None:
+    x = exact()
+    got = x.bfloat16()
+    got[17] += 0.25
+    measure = compare("out", got, x, x.float())
+    assert measure.maximum > 1
+    assert "times its budget" in measure.problem
+
+
+def test_another_summation_order_passes_in_float32() -> None:
+    terms = torch.randn(512, 2048, generator=torch.Generator().manual_seed(2))
+    total = terms.double().sum(1)
+    sequential = torch.zeros(512)
+    for column in terms.unbind(1):
+        sequential += column
+    assert not compare("out", sequential, total, terms.sum(1)).problem
+
+
+def test_nan_must_stand_where_the_oracle_has_it() -> None:
+    x = exact(8)
+    x[3] = torch.nan
+    assert not compare("out", x.bfloat16(), x, x.float()).problem
+    got = x.bfloat16()
+    got[5] = torch.nan
+    problem = compare("out", got, x, x.float()).problem
+    assert problem == "NaN at 2 entries, expected at 1; first difference at [5]"
+
+
+def test_an_infinity_that_rounding_makes_is_expected() -> None:
+    x = torch.tensor([1e300, 1.0], dtype=torch.float64)
+    assert not compare("out", x.float(), x, x.float()).problem
+
+
+def test_an_exact_result_has_no_room() -> None:
+    x = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    assert compare("out", torch.tensor([1.0, 2.0000002]), x, x.float()).norm == float("inf")
+
+
+def test_discrete_tensors_are_equal_in_every_entry() -> None:
+    expected = torch.tensor([[1, 2], [3, -1]], dtype=torch.int32)
+    assert not compare_exact("out", expected.clone(), expected).problem
+    got = expected.clone()
+    got[1, 0] = 7
+    assert compare_exact("out", got, expected).problem == "1 of 4 entries differ; first at [1, 0]: got 7, expected 3"
+
+
+def test_a_wrong_shape_is_said() -> None:
+    x = exact(4)
+    assert compare("out", x.float()[:3], x, x.float()).problem == "shape [3], expected [4]"

@@ -1,0 +1,58 @@
+"""Canaries stand around every buffer, and in the gaps of strided ones."""
+
+from __future__ import annotations
+
+import torch
+
+from kimi_hal.dispatch.device import HostDevice
+from kimi_hal_conformance.draws import strided
+from kimi_hal_conformance.poison import GUARD, Room
+
+
+def test_an_untouched_room_has_no_problems() -> None:
+    room = Room(HostDevice())
+    room.operand("q", torch.randn(3, 5))
+    room.operand("ids", torch.arange(4, dtype=torch.int32)[::2])
+    room.operand("many", [torch.ones(2), torch.zeros(0, 3)])
+    room.output("out", (2, 3), "bfloat16")
+    assert list(room.problems(())) == []
+
+
+def test_an_operand_keeps_its_values_and_strides() -> None:
+    original = strided(torch.randn(3, 5))
+    placed = Room(HostDevice()).operand("q", original)
+    assert torch.equal(placed, original)
+    assert placed.stride() == original.stride()
+
+
+def test_a_write_into_an_input_is_found() -> None:
+    room = Room(HostDevice())
+    room.operand("q", torch.zeros(4))[2] = 1.0
+    assert list(room.problems(())) == ["q was modified"]
+    assert list(room.problems(("q",))) == []
+
+
+def test_a_write_between_the_rows_of_a_strided_operand_is_found() -> None:
+    room = Room(HostDevice())
+    placed = room.operand("q", strided(torch.zeros(3, 5), pad=2))
+    torch.as_strided(placed, (1,), (1,), placed.storage_offset() + 5).fill_(9.0)
+    assert list(room.problems(("q",))) == ["memory around q was written"]
+
+
+def test_a_write_just_past_an_output_is_found() -> None:
+    room = Room(HostDevice())
+    out = room.output("out", (4,), "float32")
+    torch.as_strided(out, (1,), (1,), out.storage_offset() + 4).fill_(0.0)
+    assert list(room.problems(())) == ["memory around out was written"]
+
+
+def test_outputs_hold_nan_before_the_call() -> None:
+    room = Room(HostDevice())
+    assert room.output("a", (3,), "float32").isnan().all()
+    assert room.output("b", (3,), "bfloat16").isnan().all()
+    assert (room.output("c", (3,), "int32") == -1).all()
+
+
+def test_the_guard_is_as_wide_as_promised() -> None:
+    out = Room(HostDevice()).output("out", (1,), "uint8")
+    assert out.storage_offset() == GUARD
