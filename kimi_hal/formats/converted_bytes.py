@@ -49,7 +49,7 @@ def _keys(src: IndexFormat, dst: IndexFormat, elements: Tensor, scale: Tensor) -
 
 
 def _redialected(src: str, dst: str, codes: Tensor) -> tuple[Tensor, float, Tensor]:
-    """Return FP8 codes in the other dialect, the factor that their scale then takes, and which rows are exact.
+    """Return FP8 codes in the other dialect, the factor of their scale, and which rows are exact.
 
     One more bias makes a code of fnuz half of what it is in fn. NaN has other codes, −0 becomes +0 where it
     doesn't exist, and the largest fnuz code (240) has no counterpart in fn.
