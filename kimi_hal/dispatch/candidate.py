@@ -84,11 +84,11 @@ class Assessment:
         """Tell whether the tie rule is the contract's."""
         return self.capability is None or self.capability.properties.tie_rule == "contract"
 
-    def candidate(self, chosen: bool) -> Candidate:
-        """Return the line of an explanation."""
+    def candidate(self, chosen: bool = False, beaten: tuple[str, ...] = ()) -> Candidate:
+        """Return the line of an explanation; ``beaten`` says what was preferred to one that fits."""
         return Candidate(
             full_name=self.full_name,
-            refusals=() if chosen else (*self.bars, *self.refusals),
+            refusals=() if chosen else (*self.bars, *self.refusals) or beaten,
             chosen=chosen,
             execution=self.execution,
             rank=self.preference.rank if self.preference else None,
@@ -136,7 +136,7 @@ def _bars(wish: Wish, backend: str, full_name: str) -> Iterator[str]:
     elif wish.backend is None and backend == REFERENCE:
         yield "auto takes no reference on an accelerator; KIMI_HAL_FALLBACK=reference admits it"
     elif wish.backend is not None and wish.backend != backend:
-        yield f"auto took {wish.backend}" if wish.source == "auto" else f"{wish.source} names another"
+        yield f"auto took {wish.backend}" if wish.auto else f"{wish.source} names another"
 
 
 def _execution(request: Request, loaded: Loaded, probe: Probe, item: Implementation) -> tuple[str, list[str]]:
@@ -168,7 +168,7 @@ def _interpreter(request: Request) -> str:
 
 
 def _target(loaded: Loaded, probe: Probe, execution: str) -> Target:
-    foreign = execution != "native"
+    foreign = execution != "native" or not probe.present
     return Target(arch="" if foreign else probe.arch, facts=probe.facts, foreign=foreign)
 
 

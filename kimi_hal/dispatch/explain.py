@@ -55,7 +55,7 @@ class Explanation:
 
     def __str__(self) -> str:
         head = f"{self.operator} on {self.device}: {self.chosen or 'nothing fits'}"
-        lines = [head, f"  because {self.why}"] if self.chosen else [head, f"  {self.why.splitlines()[0]}"]
+        lines = [head, f"  why: {self.why}"]
         lines += [_line(c) for c in self.candidates]
         lines += [f"  plugin {name}: {why}" for name, why in self.failures.items()]
         return "\n".join(lines)
@@ -97,7 +97,7 @@ def explain(
         choice = decide(request, registry)
         chosen, execution, why, candidates = choice.full_name, choice.execution, choice.why, choice.candidates
     except SelectionError as error:
-        why, candidates = str(error), _all(request, registry)
+        why, candidates = str(error).partition("\n")[0], _all(request, registry)
     failures = {name: failure.message for name, failure in sorted(registry.failures.items())}
     return Explanation(operator, spec.to_dict(), device, chosen, execution, why, candidates, failures)
 
@@ -107,8 +107,8 @@ def _all(request: Request, registry: Registry) -> tuple[Candidate, ...]:
     try:
         asked = wish(request, registry)
     except SelectionError:
-        asked = Wish("auto", None)
-    return tuple(a.candidate(chosen=False) for a in assess(request, asked, registry))
+        asked = Wish("auto", None, auto=True)
+    return tuple(a.candidate() for a in assess(request, asked, registry))
 
 
 def _device(settings: Settings, registry: Registry) -> str:
@@ -126,4 +126,4 @@ def _device(settings: Settings, registry: Registry) -> str:
 def _line(candidate: Candidate) -> str:
     if candidate.chosen:
         return f"  {candidate.full_name}: chosen"
-    return f"  {candidate.full_name}: {'; '.join(candidate.refusals) or 'fits, ranked lower'}"
+    return f"  {candidate.full_name}: {'; '.join(candidate.refusals) or 'fits'}"

@@ -24,10 +24,10 @@ class Target:
     """Where an implementation would run.
 
     Args:
-        arch: the probe's architecture; ``""`` = the code runs away from its own device, any is right.
+        arch: the probe's architecture; ``""`` where it is foreign.
         facts: the probe's facts.
-        foreign: the code is interpreted, or portable code on another vendor's device; what is unknown of
-            its own device is then not required.
+        foreign: there is no such device, or the code runs away from it (interpreted, portable); what is
+            unknown of the device is then not required.
     """
 
     arch: str = ""

@@ -35,11 +35,15 @@ def freeze() -> None:
 
     Raises:
         FrozenError: a variable has changed since the first call.
+        PluginError: what is asked for by name cannot be used.
     """
     global _frozen
     now = settings()
     if _frozen is None:
-        _frozen = Frozen(variables(os.environ), now, registry(now))
+        pinned = registry(now)
+        for name in pinned.backends:
+            pinned.probe(name)
+        _frozen = Frozen(variables(os.environ), now, pinned)
 
 
 def settings() -> Settings:

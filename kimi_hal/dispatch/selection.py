@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kimi_hal.dispatch import policy
-from kimi_hal.dispatch.candidate import COMPOSED, Assessment, Candidate, assess
+from kimi_hal.dispatch.candidate import ANY_DEVICE, COMPOSED, Assessment, Candidate, assess
 from kimi_hal.dispatch.contract import Backend, Capability, Implementation, Probe
 from kimi_hal.dispatch.loader import Registry
 from kimi_hal.dispatch.wish import REFERENCE, Request, Wish, wish
@@ -20,8 +20,6 @@ from kimi_hal.log import log
 from kimi_hal.ops.operator import Operator
 from kimi_hal.ops.spec import Limits, Spec
 from kimi_hal.settings import Settings
-
-FALLBACK = "KIMI_HAL_FALLBACK=reference runs the reference"
 
 
 @dataclass(frozen=True)
@@ -37,6 +35,7 @@ class Choice:
         candidates: every implementation that was looked at, with all reasons against it.
         why: one sentence.
         conforming: its tie rule is the contract's.
+        fallback: it is the reference, taken because ``KIMI_HAL_FALLBACK`` admits it.
     """
 
     backend: Backend
@@ -47,6 +46,7 @@ class Choice:
     candidates: tuple[Candidate, ...]
     why: str
     conforming: bool = True
+    fallback: bool = False
 
     @property
     def full_name(self) -> str:
@@ -84,7 +84,14 @@ def select(
     request = Request(op, spec, limits, device, implementation, settings)
     choice = decide(request, registry or policy.registry(settings))
     log.info("%s: %s, %s", op.name, choice.full_name, choice.why)
+    if choice.fallback and op.name not in _WARNED:
+        _WARNED.add(op.name)
+        log.warning("%s runs the reference: %s", op.name, choice.why)
     return choice
+
+
+#: Operators whose fallback was told of.
+_WARNED: set[str] = set()
 
 
 def decide(request: Request, registry: Registry) -> Choice:
@@ -98,119 +105,128 @@ def decide(request: Request, registry: Registry) -> Choice:
 
 
 def _pick(request: Request, asked: Wish, assessed: list[Assessment]) -> Assessment | None:
-    """Return what fits and has the largest rank; a fused kernel goes before its composition."""
-    fits = [a for a in assessed if not a.bars and not a.refusals and a.loaded.name == asked.backend]
-    fused = [a for a in fits if a.implementation.name != COMPOSED]
-    best = _best(fused or fits)
+    """Return what fits and has the largest rank."""
+    best = _best([a for a in assessed if a.loaded.name == asked.backend and not (a.bars or a.refusals)])
     if len(best) > 1:
         names = " and ".join(a.full_name for a in best)
         raise SelectionError(
-            f"{request.op.name}: {names} have equal rank for this Spec, and order decides nothing. "
+            f"{request.op.name}: {names} have equal rank for this request, and order decides nothing. "
             f"Name one: KIMI_HAL_OPS={request.op.name}={best[0].full_name}"
         )
     return best[0] if best else None
 
 
+def _fallback(request: Request, asked: Wish, assessed: list[Assessment]) -> Assessment | None:
+    """Return the reference where ``KIMI_HAL_FALLBACK`` admits it, never for what was named by itself."""
+    if request.settings.fallback != "reference" or asked.implementation is not None:
+        return None
+    best = _best(_reference(assessed))
+    return best[0] if best else None
+
+
 def _best(fits: list[Assessment]) -> list[Assessment]:
+    """Return those of the largest rank; one kernel for a composite goes before its composition."""
+    fits = [a for a in fits if a.implementation.name != COMPOSED] or fits
     top = max((a.rank for a in fits), default=None)
     return [a for a in fits if a.rank == top]
 
 
-_WARNED: set[str] = set()
-
-
-def _fallback(request: Request, asked: Wish, assessed: list[Assessment]) -> Assessment | None:
-    """Return the reference where ``KIMI_HAL_FALLBACK`` admits it, with one warning an operator."""
-    if request.settings.fallback != "reference" or asked.implementation is not None:
-        return None
-    fits = [a for a in assessed if a.loaded.name == REFERENCE and not a.refusals]
-    fused = [a for a in fits if a.implementation.name != COMPOSED]
-    best = _best(fused or fits)
-    if not best:
-        return None
-    if request.op.name not in _WARNED:
-        _WARNED.add(request.op.name)
-        log.warning("%s runs the reference: %s", request.op.name, _nothing_fits(request, asked, assessed))
-    return best[0]
-
-
-def _nothing_fits(request: Request, asked: Wish, assessed: list[Assessment]) -> str:
-    if asked.backend is None:
-        return f"auto found no device for {request.device!r} ({asked.found})"
-    lines = [f"{a.full_name}: {'; '.join(a.refusals)}" for a in assessed if a.loaded.name == asked.backend]
-    return f"no implementation of {asked.backend} fits ({' / '.join(lines) or 'it has none'})"
+def _reference(assessed: list[Assessment]) -> list[Assessment]:
+    return [a for a in assessed if a.loaded.name == REFERENCE and not a.refusals]
 
 
 def _choice(
     request: Request, asked: Wish, chosen: Assessment, assessed: list[Assessment], registry: Registry
 ) -> Choice:
     assert chosen.capability is not None  # nothing is chosen that is not covered
+    beaten = (f"{chosen.full_name} is preferred",)
     return Choice(
         backend=chosen.loaded.backend,
         implementation=chosen.implementation,
         capability=chosen.capability,
         probe=registry.probe(chosen.loaded.name),
         execution=chosen.execution,
-        candidates=tuple(a.candidate(a is chosen) for a in assessed),
-        why=_why(request, asked, chosen, assessed),
+        candidates=tuple(a.candidate(a is chosen, beaten) for a in assessed),
+        why=_why(asked, chosen, assessed),
         conforming=chosen.conforming,
+        fallback=bool(chosen.bars),
     )
 
 
-def _why(request: Request, asked: Wish, chosen: Assessment, assessed: list[Assessment]) -> str:
+def _why(asked: Wish, chosen: Assessment, assessed: list[Assessment]) -> str:
     """Say in one sentence who asked, what decided, and what is unusual about the choice."""
+    parts = [asked.source]
+    own = [a for a in assessed if a.loaded.name == asked.backend and a is not chosen and not a.bars]
     if chosen.bars:
-        return f"KIMI_HAL_FALLBACK=reference, since {_nothing_fits(request, asked, assessed)}"
-    parts = [f"{asked.source} ({asked.found})" if asked.found else asked.source]
-    siblings = [a for a in assessed if a.loaded is chosen.loaded and a is not chosen and not a.bars]
-    parts += _decided(chosen, [a for a in siblings if not a.refusals])
-    parts += [f"not {a.full_name}: {'; '.join(a.refusals)}" for a in siblings if a.refusals]
+        parts.append("KIMI_HAL_FALLBACK=reference admits the reference")
+    else:
+        parts += _preferred(chosen, [a for a in own if not a.refusals])
+    parts += [f"not {a.full_name} ({', '.join(a.refusals)})" for a in own if a.refusals]
     if chosen.execution != "native":
         parts.append(f"it runs {chosen.execution}")
     if chosen.implementation.numerics:
-        parts.append(f"it rounds beyond the contract: {', '.join(chosen.implementation.numerics)}")
+        parts.append(f"it rounds beyond the contract ({', '.join(chosen.implementation.numerics)})")
     if not chosen.conforming:
         parts.append("it does not conform: its tie rule is not the contract's")
-    return ", ".join(parts)
+    return "; ".join(parts)
 
 
-def _decided(chosen: Assessment, others: list[Assessment]) -> Iterable[str]:
-    if not others:
-        return
-    if all(a.implementation.name == COMPOSED for a in others):
-        yield "one kernel before its composition"
-    elif chosen.preference is not None:
+def _preferred(chosen: Assessment, others: list[Assessment]) -> Iterable[str]:
+    ranked = [a for a in others if a.implementation.name != COMPOSED]
+    if ranked and chosen.preference is not None:
         measured = f" ({chosen.preference.measured})" if chosen.preference.measured else ""
-        yield f"rank {chosen.preference.rank}{measured}"
+        yield f"rank {chosen.preference.rank}{measured} before {', '.join(a.full_name for a in ranked)}"
+    elif others and not ranked:
+        yield "one kernel goes before its composition"
 
 
 def _refusal(request: Request, asked: Wish, assessed: list[Assessment], registry: Registry) -> SelectionError:
-    """Build the error: what was asked, every reason, what is possible."""
+    """Build the error: what was asked, every reason, what to type next."""
     name = request.op.name
     if asked.backend is None:
-        return SelectionError(
-            f"{name}: auto found no accelerator for device {request.device!r} ({asked.found}). "
-            f"KIMI_HAL_BACKEND=reference or KIMI_HAL_FALLBACK=reference runs the reference"
-        )
+        return SelectionError(f"{name}: {asked.source}.{_advice(asked, assessed)}")
     own = [a for a in assessed if a.loaded.name == asked.backend and not a.bars]
     if not own:
         implements = ", ".join(sorted({i.operator for i in registry.backends[asked.backend].implementations}))
         return SelectionError(
-            f"{name}: {asked.backend} does not implement it ({asked.source}). "
-            f"It implements: {implements or 'nothing'}. {FALLBACK}"
+            f"{name}: {asked.backend} does not implement it ({asked.source}); "
+            f"it implements {implements or 'nothing'}.{_advice(asked, assessed)}"
         )
-    probe = registry.probe(asked.backend)
-    if not probe.present and request.settings.execution == "native":
-        return SelectionError(f"{name}: {asked.source}, but no device: {probe.why}. {_instead(own)}")
-    fitting = [a.full_name for a in assessed if not a.refusals and a.loaded.name != REFERENCE]
-    possible = f"These fit: {', '.join(fitting)}" if fitting else FALLBACK
+    elsewhere = _elsewhere(request, own[0], registry)
+    if elsewhere:
+        return SelectionError(f"{name}: {asked.source}, but {elsewhere}. {_instead(own)}")
+    who = asked.implementation or f"no implementation of {asked.backend}"
+    verb = "does not cover" if asked.implementation else "covers"
     return SelectionError(
-        f"{name}: {asked.source} does not cover this request. {possible}",
+        f"{name}: {who} {verb} this request ({asked.source}).{_advice(asked, assessed)}",
         {a.full_name: a.refusals for a in own},
     )
+
+
+def _elsewhere(request: Request, own: Assessment, registry: Registry) -> str:
+    """Say why no kernel of this backend can run natively here, whatever it covers."""
+    backend, probe = own.loaded.backend, registry.probe(own.loaded.name)
+    if request.settings.execution != "native" or backend.torch_device == ANY_DEVICE:
+        return ""
+    if not probe.present:
+        return f"there is no device: {probe.why}"
+    if request.device_type == "cpu" != backend.torch_device:
+        return f"it runs on {backend.torch_device} tensors, not cpu"
+    return ""
 
 
 def _instead(own: list[Assessment]) -> str:
     if any("interpreted" in a.implementation.execution for a in own):
         return "KIMI_HAL_EXECUTION=interpreted runs its kernels on the CPU"
     return "KIMI_HAL_BACKEND=reference runs the reference"
+
+
+def _advice(asked: Wish, assessed: list[Assessment]) -> str:
+    """Return what to type next; a named implementation never falls back."""
+    named = asked.implementation is not None
+    fitting = [a.full_name for a in assessed if not a.refusals and (named or a.loaded.name != REFERENCE)]
+    if fitting:
+        return f" These fit: {', '.join(fitting)}"
+    if _reference(assessed):
+        return " KIMI_HAL_FALLBACK=reference runs the reference"
+    return ""

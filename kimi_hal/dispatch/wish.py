@@ -46,16 +46,16 @@ class Wish:
     """Which backend, or which implementation, is asked for, and by whom.
 
     Args:
-        source: as it would be typed: ``"KIMI_HAL_BACKEND=nvidia"``, or ``"auto"``.
+        source: as it would be typed: ``"KIMI_HAL_BACKEND=nvidia"``; for ``auto`` what it found.
         backend: its name; ``None`` = ``auto`` found no device.
         implementation: the full name where one was given: it is that one or an error.
-        found: what ``auto`` saw, as part of a sentence.
+        auto: the probes decided.
     """
 
     source: str
     backend: str | None
     implementation: str | None = None
-    found: str = ""
+    auto: bool = False
 
 
 def wish(request: Request, registry: Registry) -> Wish:
@@ -92,10 +92,10 @@ def _auto(device: str, registry: Registry) -> Wish:
     if len(here) > 1:
         raise SelectionError(_two({name: probes[name] for name in here}))
     if here:
-        return Wish("auto", here[0], found=_devices(probes[here[0]]))
+        return Wish(f"auto found {_devices(probes[here[0]])}", here[0], auto=True)
     if device == "cpu":
-        return Wish("auto", REFERENCE, found="no plugin claims the CPU")
-    return Wish("auto", None, found=_nothing(probes, registry))
+        return Wish("auto found no plugin that claims the CPU", REFERENCE, auto=True)
+    return Wish(f"auto found no device ({_nothing(probes, registry)})", None, auto=True)
 
 
 def _devices(probe: Probe) -> str:

@@ -20,9 +20,11 @@ from kimi_hal.ops.spec import ANY_FLOAT
 from kimi_hal.reference.sizes import RECORDS
 from kimi_hal.reference.weights import FORMAT
 
-#: Operators that treat each row by itself, bit for bit: comparisons, copies, arithmetic on single elements.
+#: Operators that treat each row or sequence by itself, bit for bit: comparisons, copies, arithmetic on
+#: single elements, sums in an order of their own.
 ROW_BY_ROW = frozenset(
     {"quantize_index_query", "store_index_keys", "store_latent", "topk_select", "topk_merge", "all_gather"}
+    | {"kda_conv", "kda_gate", "kda_prefill", "kda_decode", "kda_verify", "kda_commit"}
 )
 NONE = OneOf((None,))
 
@@ -31,14 +33,18 @@ def implementation(op: Operator) -> Implementation:
     """Return the declaration of the reference for one operator."""
     alone = op.name in ROW_BY_ROW
     properties = Properties(
-        deterministic=True, concurrent=True, batch_invariant=alone, numerics_id="reference" if alone else ""
+        deterministic=True,
+        concurrent=True,
+        batch_invariant=alone,
+        numerics_id="reference" if alone else "",
+        checkpoint_exact=op.family == "kda",
     )
     return Implementation(
         operator=op.name,
         name="torch",
         build="kimi_hal.reference.backend:build",
         capabilities=tuple(Capability(("*",), c, properties=properties) for c in coverage(op.spec_type)),
-        weights="kimi_hal.reference.weights:weights" if op.name == "moe_experts" else None,
+        weights="kimi_hal.reference.weights:weights" if "weights" in op.args else None,
         size="kimi_hal.reference.sizes:sizes",
         source=("kimi_hal/reference/*.py", "kimi_hal/ops/*.py", "kimi_hal/formats/*.py"),
         records=RECORDS if op.name in ("kda_verify", "kda_commit") else None,

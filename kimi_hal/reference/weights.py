@@ -1,20 +1,33 @@
-"""The reference's expert weights: the checkpoint's own bytes."""
+"""The reference's weights: the checkpoint's own tensors, the experts' as bytes."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from kimi_hal.dispatch.contract import BuildContext
+from kimi_hal.ops.composites import ordered_weights, weight_names
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 #: What ``prepare_moe_weights`` returns and ``moe_experts`` takes.
-FORMAT = "moe.mxfp4.plain"
+FORMAT = "reference.checkpoint"
 
 
 def weights(ctx: BuildContext, *, donate: bool = False, **checkpoint: Any) -> list[Tensor]:
-    """Return the tensors that the reference's ``moe_experts`` takes: copies, unless they are donated."""
+    """Return the tensors that ``moe_experts``, ``moe_layer`` or ``kda_layer_decode`` takes.
+
+    Experts' tensors are copied unless they are donated; the others are kept as they are.
+
+    Raises:
+        ContractError: names that are missing or not known, for a composite.
+    """
     from kimi_hal.reference.moe import prepare_moe_weights
 
-    return prepare_moe_weights(ctx.spec, **checkpoint, donate=donate)
+    if ctx.operator == "moe_experts":
+        return prepare_moe_weights(ctx.spec, **checkpoint, donate=donate)
+    tensors = ordered_weights(ctx.operator, ctx.spec, checkpoint)
+    if ctx.operator != "moe_layer":
+        return tensors
+    experts = dict(zip(weight_names(ctx.operator, ctx.spec)[-4:], tensors[-4:], strict=True))
+    return [*tensors[:-4], *prepare_moe_weights(ctx.spec.experts, **experts, donate=donate)]

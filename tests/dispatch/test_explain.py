@@ -1,0 +1,169 @@
+"""Explaining: every candidate with all its reasons, as text and as data, chosen or not."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from fake_plugins import FP8, GONE, LIMITS, SPEC, capability, implementation
+
+import kimi_hal
+from kimi_hal.dispatch.contract import Preference
+from kimi_hal.dispatch.explain import explain
+from kimi_hal.dispatch.hookspecs import hookimpl
+from kimi_hal.domain import Range
+from kimi_hal.errors import PluginError, UnknownNameError
+from kimi_hal.settings import Settings
+
+
+def install(plugins):
+    narrow = (capability(spec={"num_heads": Range(64, 128)}, limits={"max_rows": Range(1, 8)}),)
+    plugins.add(
+        "acme",
+        implementation("wide", preferences=(Preference(rank=7, measured="A2, 2026-11-29"),)),
+        implementation("narrow", capabilities=narrow, numerics=("attn.p=bf16",)),
+    )
+
+
+def test_the_text_names_every_candidate(plugins):
+    install(plugins)
+    assert str(explain("sparse_mla", SPEC, LIMITS, device="cuda")) == (
+        "sparse_mla on cuda: acme.wide\n"
+        "  why: auto found Acme A2 (acme2); not acme.narrow (it rounds beyond the contract (attn.p=bf16); "
+        "Spec.numerics or its name admits it, num_heads=12 is not 64 to 128, max_rows=256 is not 1 to 8)\n"
+        "  acme.wide: chosen\n"
+        "  acme.narrow: it rounds beyond the contract (attn.p=bf16); Spec.numerics or its name admits it; "
+        "num_heads=12 is not 64 to 128; max_rows=256 is not 1 to 8\n"
+        "  reference.torch: auto took acme"
+    )
+
+
+def test_the_data_is_json_with_every_reason(plugins):
+    install(plugins)
+    data = json.loads(json.dumps(explain("sparse_mla", SPEC, LIMITS, device="cuda").to_dict()))
+    assert data["operator"] == "sparse_mla"
+    assert data["spec"] == SPEC.to_dict()
+    assert (data["chosen"], data["execution"], data["failures"]) == ("acme.wide", "native", {})
+    assert data["candidates"] == [
+        {
+            "full_name": "acme.wide",
+            "refusals": [],
+            "chosen": True,
+            "execution": "native",
+            "rank": 7,
+            "measured": "A2, 2026-11-29",
+            "numerics": [],
+            "conforming": True,
+        },
+        {
+            "full_name": "acme.narrow",
+            "refusals": [
+                "it rounds beyond the contract (attn.p=bf16); Spec.numerics or its name admits it",
+                "num_heads=12 is not 64 to 128",
+                "max_rows=256 is not 1 to 8",
+            ],
+            "chosen": False,
+            "execution": "native",
+            "rank": 0,
+            "measured": "",
+            "numerics": ["attn.p=bf16"],
+            "conforming": True,
+        },
+        {
+            "full_name": "reference.torch",
+            "refusals": ["auto took acme"],
+            "chosen": False,
+            "execution": "native",
+            "rank": 0,
+            "measured": "",
+            "numerics": [],
+            "conforming": True,
+        },
+    ]
+
+
+def test_a_refusal_is_an_answer(plugins):
+    plugins.add("acme", probe=GONE)
+    found = explain("sparse_mla", SPEC, LIMITS, device="cuda")
+    assert found.chosen is None
+    assert str(found) == (
+        "sparse_mla on cuda: nothing fits\n"
+        "  why: sparse_mla: auto found no device (acme: /dev/acme0 is missing). "
+        "KIMI_HAL_FALLBACK=reference runs the reference\n"
+        "  acme.fast: no device: /dev/acme0 is missing\n"
+        "  reference.torch: auto takes no reference on an accelerator; KIMI_HAL_FALLBACK=reference admits it"
+    )
+
+
+def test_two_accelerators_are_an_answer(plugins):
+    plugins.add("acme")
+    plugins.add("zeta")
+    found = explain("sparse_mla", SPEC, LIMITS, device="cuda")
+    assert found.why.startswith("auto found 2 accelerators: acme (Acme A2) and zeta (Acme A2).")
+    assert [c.full_name for c in found.candidates] == ["acme.fast", "zeta.fast", "reference.torch"]
+
+
+def test_a_broken_plugin_is_listed(plugins):
+    @hookimpl
+    def kimi_hal_backend():
+        raise OSError("driver too old")
+
+    plugins.module("acme", kimi_hal_backend=kimi_hal_backend)
+    found = explain("sparse_mla", SPEC, LIMITS)
+    assert found.chosen == "reference.torch"
+    assert found.failures == {"acme": "kimi_hal_backend() raised OSError: driver too old"}
+    assert str(found).endswith("\n  plugin acme: kimi_hal_backend() raised OSError: driver too old")
+
+
+@pytest.mark.parametrize(
+    ("settings", "gone", "device"),
+    [
+        (Settings(), False, "cuda"),
+        (Settings(), True, "cpu"),
+        (Settings(backend="acme"), True, "cuda"),
+        (Settings(backend="reference"), False, "cpu"),
+        (Settings(backend="acme", execution="interpreted"), True, "cpu"),
+    ],
+)
+def test_the_device_follows_from_the_settings(plugins, settings, gone, device):
+    plugins.add("acme", **({"probe": GONE} if gone else {}))
+    assert explain("sparse_mla", SPEC, LIMITS, settings=settings).device == device
+
+
+def test_explaining_a_fallback_warns_of_nothing(plugins, caplog):
+    plugins.add("acme", probe=GONE)
+    found = explain("sparse_mla", SPEC, LIMITS, device="cuda", settings=Settings(fallback="reference"))
+    assert found.chosen == "reference.torch"
+    assert caplog.messages == []
+
+
+def test_an_unknown_operator_names_the_nearest(plugins):
+    with pytest.raises(
+        UnknownNameError, match=r"^unknown operator 'sparse_mal'; did you mean 'sparse_mla'\?"
+    ):
+        explain("sparse_mal", SPEC)
+
+
+def test_a_named_broken_plugin_is_an_error(plugins):
+    plugins.module("acme")
+    with pytest.raises(PluginError):
+        explain("sparse_mla", SPEC, settings=Settings(backend="acme"))
+
+
+def test_explain_is_public(plugins):
+    assert kimi_hal.explain is explain
+
+
+def test_explaining_imports_no_torch():
+    import subprocess
+    import sys
+
+    code = (
+        "import sys\n"
+        "import kimi_hal as hal\n"
+        "from kimi_hal.ops.sparse_mla import SparseMLASpec\n"
+        f"found = hal.explain('sparse_mla', SparseMLASpec(num_heads=12, latent={FP8!r}), device='cpu')\n"
+        "assert found.chosen == 'reference.torch', found\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

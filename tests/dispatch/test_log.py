@@ -1,0 +1,39 @@
+"""``KIMI_HAL_LOG``: a level that is asked for is seen, one that is not asked for is left alone."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from kimi_hal.log import configure, log
+
+
+@pytest.fixture
+def quiet(monkeypatch):
+    """No handler anywhere, as in a process that configured no logging; the logger is restored after."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(log, "handlers", [])
+    level = log.level
+    yield
+    log.setLevel(level)
+
+
+def test_no_variable_leaves_the_logger_alone(quiet):
+    before = log.level
+    configure("")
+    assert (log.level, log.handlers) == (before, [])
+
+
+def test_a_process_without_logging_gets_to_see_the_level(quiet, capsys):
+    configure("INFO")
+    configure("INFO")
+    log.info("sparse_mla: acme.fast")
+    assert len(log.handlers) == 1
+    assert capsys.readouterr().err == "INFO kimi_hal: sparse_mla: acme.fast\n"
+
+
+def test_an_engine_with_logging_keeps_its_handlers(quiet, monkeypatch):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.NullHandler()])
+    configure("DEBUG")
+    assert (log.level, log.handlers) == (logging.DEBUG, [])
