@@ -176,7 +176,11 @@ class Implementation:
 
 @dataclass(frozen=True)
 class BuildContext:
-    """What a builder is given. ``check`` is the core's metadata helper for this operator and Spec."""
+    """What a builder is given.
+
+    ``check`` is the core's metadata helper for this operator and Spec. ``parts`` holds the plans of a
+    composite's parts by operator name, for its automatic implementation alone.
+    """
 
     operator: str
     spec: Any
@@ -188,6 +192,7 @@ class BuildContext:
     persistent: Any | None
     check: Callable[..., None]
     settings: Mapping[str, str]
+    parts: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

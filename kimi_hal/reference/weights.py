@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 #: What ``prepare_moe_weights`` returns and ``moe_experts`` takes.
-FORMAT = "reference.checkpoint"
+FORMAT = "moe.mxfp4.plain"
 
 
 def weights(ctx: BuildContext, *, donate: bool = False, **checkpoint: Any) -> list[Tensor]:

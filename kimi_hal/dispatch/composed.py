@@ -1,0 +1,311 @@
+"""The automatic implementation of a composite: a backend's own operators, planned one by one and joined.
+
+Every backend has one candidate ``<backend>.composed`` for each composite. It covers every legal Spec; what
+its parts don't cover is said by their own selection when they are planned. Imports no torch until it builds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from kimi_hal import formats
+from kimi_hal.dispatch.contract import Backend, BuildContext, Capability, Implementation, Properties, Sizes
+from kimi_hal.errors import KimiHalError, SelectionError
+from kimi_hal.ops.composites import Part, ordered_weights, part_specs, weight_names
+from kimi_hal.ops.operator import Operator, get
+
+NAME = "composed"
+#: Bytes that a part's share of the step buffer is aligned to.
+ALIGN = 256
+#: The stages of graph capture, from the least.
+CAPTURES = ("none", "piecewise", "full")
+#: What stands between the parts is deterministic; where it is matrix products, their bits depend on the batch.
+GLUE = Properties(deterministic=True, batch_invariant=True, capture="full", concurrent=True)
+GLUE_OF = {"moe_layer": Properties(deterministic=True, capture="full", concurrent=True)}
+
+PlanPart = Callable[[Part], Any]
+
+
+def implementation(backend: Backend, op: Operator) -> Implementation:
+    """Return the declaration of ``<backend>.composed`` for one composite."""
+    return _implementation(op, formats.names())
+
+
+@cache
+def _implementation(op: Operator, known_formats: tuple[str, ...]) -> Implementation:
+    from kimi_hal.reference.capabilities import coverage
+
+    properties = GLUE_OF.get(op.name, GLUE)
+    return Implementation(
+        operator=op.name,
+        name=NAME,
+        build="kimi_hal.dispatch.composed:build",
+        capabilities=tuple(Capability(("*",), c, properties=properties) for c in coverage(op.spec_type)),
+        prepare="kimi_hal.dispatch.composed:prepare" if op.name == "dsa_decode" else None,
+        weights="kimi_hal.dispatch.composed:weights" if "weights" in op.args else None,
+        source=("kimi_hal/dispatch/composed.py", "kimi_hal/reference/composites.py"),
+        execution=("native", "portable", "interpreted"),
+    )
+
+
+def plan_parts(op: Operator, spec: Any, limits: Any, backend: str, plan_part: PlanPart) -> dict[str, Any]:
+    """Plan every part of a composite; ``plan_part`` plans one, on ``backend`` and under the same policy.
+
+    Raises:
+        SelectionError: a part cannot be planned; names the composite and the part.
+    """
+    plans = {}
+    for name, part in part_specs(op.name, spec, limits).items():
+        try:
+            plans[name] = plan_part(part)
+        except KimiHalError as error:
+            raise SelectionError(f"{op.name}: {backend}.{NAME} needs {name}: {error}") from error
+    return plans
+
+
+def properties(op: Operator, plans: Mapping[str, Any]) -> Properties:
+    """Return what a composition promises: what all of its parts and what stands between them promise."""
+    parts = [GLUE_OF.get(op.name, GLUE), *(plan.properties for plan in plans.values())]
+    ids = [plan.properties.numerics_id for plan in plans.values()]
+    return Properties(
+        deterministic=all(p.deterministic for p in parts),
+        batch_invariant=all(p.batch_invariant for p in parts),
+        capture=min((p.capture for p in parts), key=CAPTURES.index),
+        static_rows=any(p.static_rows for p in parts),
+        concurrent=all(p.concurrent for p in parts),
+        tie_rule="any" if any(p.tie_rule == "any" for p in parts) else "contract",
+        numerics_id="+".join(ids) if all(ids) else "",
+    )
+
+
+def sizes(plans: Mapping[str, Any]) -> Sizes:
+    """Return the bytes of a composition: steps behind each other, one workspace that the parts use in turn.
+
+    What a part keeps is allocated by the part's own plan and not counted again.
+    """
+    return Sizes(
+        workspace=max((plan.workspace_bytes for plan in plans.values()), default=0),
+        step=sum(_aligned(plan.step_bytes) for plan in plans.values()),
+    )
+
+
+def source(plans: Mapping[str, Any]) -> str:
+    """Return which implementations a composition runs, with their source hashes: part of its identity."""
+    return "; ".join(f"{plan.name} {plan.source_hash}" for plan in plans.values())
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Which bytes of the step buffer, and whether the workspace, each part gets.
+
+    Args:
+        steps: part -> first byte and length of its share.
+        workspaces: the parts that take a workspace.
+    """
+
+    steps: Mapping[str, tuple[int, int]]
+    workspaces: tuple[str, ...]
+
+    @classmethod
+    def of(cls, plans: Mapping[str, Any]) -> Buffers:
+        """Lay the parts' steps behind each other."""
+        steps, start = {}, 0
+        for name, plan in plans.items():
+            if plan.step_bytes:
+                steps[name] = (start, plan.step_bytes)
+                start += _aligned(plan.step_bytes)
+        return cls(steps, tuple(n for n in plans if "workspace" in get(n).signature.parameters))
+
+    def share(self, name: str, step: Any) -> Any:
+        """Return a part's share of the step buffer."""
+        start, length = self.steps[name]
+        return step[start : start + length]
+
+    def more(self, step: Any | None, workspace: Any | None) -> dict[str, dict[str, Any]]:
+        """Return the keyword operands of one call, by part."""
+        found: dict[str, dict[str, Any]] = {}
+        if workspace is not None:
+            found = {name: {"workspace": workspace} for name in self.workspaces}
+        if step is not None:
+            for name in self.steps:
+                found.setdefault(name, {})["step"] = self.share(name, step)
+        return found
+
+
+def build(ctx: BuildContext) -> Callable[..., Any]:
+    """Join the planned parts (``ctx.parts``) into the composite's run function."""
+    return _BUILDERS[ctx.operator](ctx)
+
+
+def _runs(ctx: BuildContext) -> dict[str, Callable[..., Any]]:
+    return {name: plan.run for name, plan in ctx.parts.items()}
+
+
+def _dsa_decode(ctx: BuildContext) -> Callable[..., Any]:
+    from kimi_hal.reference.composites import compose_dsa_decode
+
+    group = ctx.group if ctx.spec.dcp.world > 1 else None
+    body = compose_dsa_decode(ctx.spec, _runs(ctx), group)
+    last = "merge_attn_states" if group is not None else "sparse_mla"
+    buffers, check = Buffers.of(ctx.parts), ctx.check
+
+    def run(
+        q: Any,
+        index_q: Any,
+        index_w: Any,
+        latent_cache: Any,
+        index_cache: Any,
+        latent_table: Any,
+        index_table: Any,
+        row_req: Any,
+        row_len: Any,
+        k_scale: Any = None,
+        q_scale: Any = None,
+        *,
+        step: Any = None,
+        out: Any = None,
+        lse_out: Any = None,
+        workspace: Any = None,
+    ) -> Any:
+        check(
+            q=q,
+            index_q=index_q,
+            index_w=index_w,
+            latent_cache=latent_cache,
+            index_cache=index_cache,
+            latent_table=latent_table,
+            index_table=index_table,
+            row_req=row_req,
+            row_len=row_len,
+            k_scale=k_scale,
+            q_scale=q_scale,
+            step=step,
+            out=out,
+            lse_out=lse_out,
+            workspace=workspace,
+        )
+        more = buffers.more(step, workspace)
+        more.setdefault(last, {}).update(out=out, lse_out=lse_out)
+        caches = (latent_cache, index_cache, latent_table, index_table)
+        return body(q, index_q, index_w, *caches, row_req, row_len, k_scale, q_scale, more=more)
+
+    return run
+
+
+def _kda_layer_decode(ctx: BuildContext) -> Callable[..., Any]:
+    import torch
+
+    from kimi_hal.reference.composites import compose_kda_layer_decode
+
+    body = compose_kda_layer_decode(ctx.spec, _runs(ctx), torch.float32)
+    buffers, check = Buffers.of(ctx.parts), ctx.check
+
+    def run(
+        x: Any,
+        raw_g: Any,
+        raw_beta: Any,
+        out_gate: Any,
+        weights: Any,
+        conv_state: Any,
+        state: Any,
+        state_ids: Any,
+        *,
+        out: Any = None,
+        workspace: Any = None,
+    ) -> Any:
+        check(
+            x=x,
+            raw_g=raw_g,
+            raw_beta=raw_beta,
+            out_gate=out_gate,
+            weights=weights,
+            conv_state=conv_state,
+            state=state,
+            state_ids=state_ids,
+            out=out,
+            workspace=workspace,
+        )
+        more = buffers.more(None, workspace)
+        o = body(x, raw_g, raw_beta, out_gate, weights, conv_state, state, state_ids, more=more)
+        return o.bfloat16() if out is None else out.copy_(o)
+
+    return run
+
+
+def _moe_layer(ctx: BuildContext) -> Callable[..., Any]:
+    import torch
+
+    from kimi_hal.reference.composites import compose_moe_layer
+
+    group = ctx.group if ctx.spec.tp > 1 else None
+    body = compose_moe_layer(ctx.spec, _runs(ctx), group, wide=torch.float32, narrow=torch.bfloat16)
+    buffers, check = Buffers.of(ctx.parts), ctx.check
+
+    def run(
+        x: Any,
+        weights: Any,
+        num_tokens: Any = None,
+        *,
+        step: Any = None,
+        out: Any = None,
+        workspace: Any = None,
+    ) -> Any:
+        check(x=x, weights=weights, num_tokens=num_tokens, step=step, out=out, workspace=workspace)
+        y = body(x, weights, num_tokens, more=buffers.more(step, workspace))
+        return y.bfloat16() if out is None else out.copy_(y)
+
+    return run
+
+
+_BUILDERS: Mapping[str, Callable[[BuildContext], Callable[..., Any]]] = {
+    "dsa_decode": _dsa_decode,
+    "kda_layer_decode": _kda_layer_decode,
+    "moe_layer": _moe_layer,
+}
+
+
+def prepare(ctx: BuildContext) -> Callable[..., None]:
+    """Return the function that fills the step buffer of ``dsa_decode``: each part's own prepare, in its share.
+
+    It takes both block tables, ``fn(row_req, row_len, latent_table, index_table, *, step, …)``.
+    """
+    buffers, plans = Buffers.of(ctx.parts), ctx.parts
+
+    def fill(
+        row_req: Any,
+        row_len: Any,
+        latent_table: Any,
+        index_table: Any,
+        *,
+        step: Any,
+        cu_seqlens: Any = None,
+        cu_seqlens_host: Any = None,
+        max_context: Any = None,
+    ) -> None:
+        tables = {"indexer_topk": index_table, "sparse_mla": latent_table}
+        hints = {"cu_seqlens": cu_seqlens, "cu_seqlens_host": cu_seqlens_host, "max_context": max_context}
+        for name in tables.keys() & buffers.steps.keys():
+            plans[name].prepare(row_req, row_len, tables[name], step=buffers.share(name, step), **hints)
+
+    return fill
+
+
+def weights(ctx: BuildContext, *, donate: bool = False, **checkpoint: Any) -> list[Any]:
+    """Return the checkpoint's tensors in the order that the composition takes, experts prepared by their part.
+
+    Raises:
+        ContractError: names that are missing or not known.
+    """
+    tensors = ordered_weights(ctx.operator, ctx.spec, checkpoint)
+    if ctx.operator != "moe_layer":
+        return tensors
+    dense, names = tensors[:-4], weight_names(ctx.operator, ctx.spec)[-4:]
+    packed = dict(zip(names, tensors[-4:], strict=True))
+    return [*dense, *ctx.parts["moe_experts"].weights(donate=donate, **packed)]
