@@ -49,6 +49,25 @@ class SelectionError(KimiHalError):
         super().__init__("\n".join(lines))
 
 
+class PlanError(KimiHalError):
+    """A plan that does not go with what it is used for: another pair, another group, another source."""
+
+
+class ShadowError(KimiHalError):
+    """A shadow check found a result that differs from the reference's by more than its budget.
+
+    ``operator``, ``implementation`` (full name) and ``call`` (from 1) say which; ``reasons`` holds one
+    sentence for each buffer that differs.
+    """
+
+    def __init__(self, operator: str, implementation: str, call: int, reasons: Sequence[str]) -> None:
+        self.operator = operator
+        self.implementation = implementation
+        self.call = call
+        self.reasons = tuple(reasons)
+        super().__init__(f"{operator}: {implementation} differs in call {call}: " + "; ".join(self.reasons))
+
+
 class FrozenError(KimiHalError):
     """A setting or policy changed after ``hal.freeze()``."""
 

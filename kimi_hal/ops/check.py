@@ -55,6 +55,24 @@ class Terms:
     static_rows: bool = False
     device: str | None = None
 
+    @classmethod
+    def of(
+        cls,
+        limits: Limits | None,
+        sizes: Sizes | None,
+        capability: Capability | None = None,
+        device: str | None = None,
+    ) -> Terms:
+        """Return the terms of a plan with these sizes and this capability."""
+        return cls(
+            limits=limits,
+            workspace=sizes.workspace if sizes else 0,
+            step=sizes.step if sizes else 0,
+            tensors=capability.tensors if capability else {},
+            static_rows=capability.properties.static_rows if capability else False,
+            device=device,
+        )
+
 
 def problems(op: Operator, spec: Spec, tensors: Mapping[str, Any], terms: Terms | None = None) -> list[str]:
     """Return every reason why these operands break the operator's contract, or this plan's terms."""
@@ -106,14 +124,7 @@ def compiled(
     """
     from kimi_hal.ops import straightline
 
-    terms = Terms(
-        limits=limits,
-        workspace=sizes.workspace if sizes else 0,
-        step=sizes.step if sizes else 0,
-        tensors=capability.tensors if capability else {},
-        static_rows=capability.properties.static_rows if capability else False,
-        device=device,
-    )
+    terms = Terms.of(limits, sizes, capability, device)
     names = tuple(op.signature.parameters)
 
     def refuse(values: tuple[Any, ...]) -> None:

@@ -1,0 +1,138 @@
+"""Make a chosen implementation's functions: sizes, the persistent buffer, the context, and what is built.
+
+Whatever a plugin does wrong here is a PluginError at plan time that names the implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kimi_hal.dispatch import signatures
+from kimi_hal.dispatch.contract import BuildContext, Implementation, Sizes
+from kimi_hal.dispatch.loader import resolve
+from kimi_hal.dispatch.selection import Choice
+from kimi_hal.errors import KimiHalError, PluginError
+from kimi_hal.ops import check
+from kimi_hal.ops.operator import Operator
+from kimi_hal.ops.spec import Limits, Spec
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where and for what an implementation is built.
+
+    Args:
+        op: the operator.
+        spec: its Spec.
+        limits: the sizes.
+        device: the torch device.
+        group: the ranks, or ``None``.
+        settings: the plugin's own variables that are set.
+    """
+
+    op: Operator
+    spec: Spec
+    limits: Limits
+    device: str
+    group: Any | None
+    settings: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Built:
+    """What came of it."""
+
+    context: BuildContext
+    run: Callable[..., Any]
+    prepare: Callable[..., None] | None
+
+
+class MissingError(Exception):
+    """A library that an implementation needs is not there. Another implementation may do without."""
+
+
+def build(place: Place, choice: Choice) -> Built:
+    """Call the builders of an implementation.
+
+    Raises:
+        MissingError: importing or building raised ImportError.
+        PluginError: anything else that is raised; a size or a signature that is not the contract's.
+    """
+    implementation = choice.implementation
+    sizes = _sizes(place, choice)
+    context = BuildContext(
+        operator=place.op.name,
+        spec=place.spec,
+        limits=place.limits,
+        device=place.device,
+        arch=choice.probe.arch,
+        sizes=sizes,
+        group=place.group,
+        persistent=_persistent(place.device, sizes),
+        check=check.compiled(
+            place.op,
+            place.spec,
+            place.limits,
+            sizes,
+            capability=choice.capability,
+            device=place.device,
+        ),
+        settings=place.settings,
+    )
+    run = _call(choice, implementation.build, lambda: resolve(implementation.build)(context))
+    wrong = list(signatures.mismatches(place.op, run))
+    if wrong:
+        raise PluginError(
+            choice.backend.name,
+            f"{implementation.build} returned a function that is not {place.op.name}{place.op.signature}: "
+            f"{'; '.join(wrong)}.",
+        )
+    return Built(context, run, _prepare(choice, implementation, context))
+
+
+def _prepare(
+    choice: Choice, implementation: Implementation, context: BuildContext
+) -> Callable[..., None] | None:
+    where = implementation.prepare
+    if where is None:
+        return None
+    prepare: Callable[..., None] = _call(choice, where, lambda: resolve(where)(context))
+    if not callable(prepare):
+        raise PluginError(choice.backend.name, f"{where} returned {type(prepare).__name__}, not a function.")
+    return prepare
+
+
+def _sizes(place: Place, choice: Choice) -> Sizes:
+    where = choice.implementation.size
+    if where is None:
+        return Sizes()
+    sizes = _call(choice, where, lambda: resolve(where)(place.spec, place.limits, choice.probe.arch))
+    if not isinstance(sizes, Sizes):
+        raise PluginError(choice.backend.name, f"{where} returned {type(sizes).__name__}, not Sizes.")
+    return sizes
+
+
+def _persistent(device: str, sizes: Sizes) -> Any | None:
+    if not sizes.persistent:
+        return None
+    import torch
+
+    return torch.zeros(sizes.persistent, dtype=torch.uint8, device=device)
+
+
+def _call(choice: Choice, where: str, call: Callable[[], Any]) -> Any:
+    """Run a plugin's code. Our own errors pass: they say what the caller did wrong."""
+    try:
+        return call()
+    except ImportError as error:
+        raise MissingError(f"{where} raised {type(error).__name__}: {error}") from error
+    except KimiHalError:
+        raise
+    except Exception as error:
+        raise PluginError(
+            choice.backend.name,
+            f"{where} raised {type(error).__name__}: {error}. "
+            f"KIMI_HAL_OPS={choice.implementation.operator}=<another> takes another implementation.",
+        ) from error
