@@ -1,9 +1,9 @@
 """Functions whose bits at an element depend on that element alone, not on where it stands in a tensor.
 
 torch computes ``sigmoid``, ``silu`` and ``softplus`` with one formula inside a vector register and another at
-a tensor's tail, and sums in an order that depends on shape, strides and threads. A recurrence that must give
-the same bits for one call, for chunks and for steps is therefore made of the functions below, of
-``exp``, ``log1p`` and of single arithmetic operations, which have one result each.
+a tensor's tail, and sums in an order that depends on layout and device. A recurrence that must give the same
+bits for one call, for chunks and for steps is therefore made of the functions below, of ``exp``, ``log1p``
+and of single arithmetic operations, which have one result each.
 """
 
 from __future__ import annotations

@@ -560,11 +560,12 @@ def test_commit_advances_all_layers_in_one_call():
 
 def test_the_oracle_keeps_float64_between_verify_and_commit():
     layer, rows = Layer.random(SMALL), Rows.random(SMALL, 4)
-    state, pool = layer.pool(1).to(F64), layer.conv_pool(1)
+    start = torch.randn(1, 2, 8, 8, dtype=F64, generator=torch.Generator().manual_seed(4))
+    state, pool = start.clone(), layer.conv_pool(1)
     records = records_for(layer, 1, 4, u_bytes=8)
     out = layer.verify(rows, pool, state, ids(0), cuts(4), records, dtype=F64)
     layer.commit(pool, state, records, ids(0), ids(4), dtype=F64)
-    steps, steps_pool = layer.pool(1).to(F64), layer.conv_pool(1)
+    steps, steps_pool = start.clone(), layer.conv_pool(1)
     assert same_bits(out, layer.stepwise(rows, steps_pool, steps, 0, dtype=F64))
     assert same_bits(state, steps)
 
@@ -583,6 +584,9 @@ def test_records_are_of_the_named_layout():
     assert same_bits(found.k[0, :, :3], k[2:5].transpose(0, 1))
     assert same_bits(found.g[0, :, :3], rows.raw_g[2:5].transpose(0, 1))
     assert same_bits(found.x[0, :3], rows.x[2:5])
+    # what the sequence has no row for says nothing about other sequences
+    assert not any(part[0, :, 3].any() for part in (found.u, found.k, found.g))
+    assert not found.x[0, 3].any()
     # the first row's u, at the front of the record: beta · (v − S k^), where S has decayed once
     u = torch.frombuffer(bytearray(raw[: 4 * H * Q * D]), dtype=torch.float32).view(H, Q, D)
     row = layer.convolved(rows, layer.conv(rows, layer.conv_pool(2), ids(-1, 1), cuts(2, 3))).some(
