@@ -5,12 +5,10 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_LAZY = {name: "groups" for name in ("Faults", "Group", "LoopbackGroup", "TorchGroup", "agree")}
-
 __all__ = ["Faults", "Group", "LoopbackGroup", "TorchGroup", "agree"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
+    if name not in __all__:
         raise AttributeError(f"module 'kimi_hal.parallel' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"kimi_hal.parallel.{_LAZY[name]}"), name)
+    return getattr(importlib.import_module("kimi_hal.parallel.groups"), name)

@@ -43,4 +43,4 @@ def token_order(spec: GatherSpec, parts: Tensor, total: int) -> Tensor:
     data = parts.reshape(world, rows, math.prod(inner)).view(torch.uint8)
     position = torch.arange(total, device=parts.device)
     picked = data[ownership.owner(position, spec.dcp), ownership.local(position, spec.dcp)]
-    return picked.view(parts.dtype).reshape(total, *inner)
+    return picked.reshape(-1).view(parts.dtype).reshape(total, *inner)
