@@ -56,6 +56,7 @@ def as_json(plan: Plan) -> str:
         "rank": [plan.group.rank(), plan.group.size()] if plan.group is not None else None,
         "check": plan.settings.check,
         "unshadowed": plan.unshadowed,
+        "parts": {name: part.name for name, part in plan.built.context.parts.items()},
     }
     return json.dumps(fields, indent=2)
 
@@ -66,6 +67,8 @@ def as_text(plan: Plan) -> str:
 
 
 def _lines(plan: Plan) -> Iterator[str]:
+    for name, part in plan.built.context.parts.items():
+        yield f"{name}: {part.name}, {part.choice.why}"
     yield f"runs {plan.execution}, {', '.join(_promises(plan))}"
     sizes = {name: size for name, size in dataclasses.asdict(plan.sizes).items() if size}
     yield "bytes: " + (", ".join(f"{name} {size:,}" for name, size in sizes.items()) or "none")

@@ -6,16 +6,21 @@ its parts don't cover is said by their own selection when they are planned. Impo
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kimi_hal import formats
 from kimi_hal.dispatch.contract import Backend, BuildContext, Capability, Implementation, Properties, Sizes
 from kimi_hal.errors import KimiHalError, SelectionError
 from kimi_hal.ops.composites import Part, ordered_weights, part_specs, weight_names
 from kimi_hal.ops.operator import Operator, get
+
+if TYPE_CHECKING:
+    from kimi_hal.dispatch.selection import Choice
 
 NAME = "composed"
 #: Bytes that a part's share of the step buffer is aligned to.
@@ -92,9 +97,22 @@ def sizes(plans: Mapping[str, Any]) -> Sizes:
     )
 
 
-def source(plans: Mapping[str, Any]) -> str:
-    """Return which implementations a composition runs, with their source hashes: part of its identity."""
-    return "; ".join(f"{plan.name} {plan.source_hash}" for plan in plans.values())
+def completed(op: Operator, choice: Choice, plans: Mapping[str, Any]) -> Choice:
+    """Return the choice of a composition with what its planned parts promise and round."""
+    capability = dataclasses.replace(choice.capability, properties=properties(op, plans))
+    rounded = sorted({name for plan in plans.values() for name in plan.implementation.numerics})
+    return dataclasses.replace(
+        choice,
+        capability=capability,
+        implementation=dataclasses.replace(choice.implementation, numerics=tuple(rounded)),
+        conforming=all(plan.choice.conforming for plan in plans.values()),
+    )
+
+
+def source_hash(own: str, plans: Mapping[str, Any]) -> str:
+    """Return the source hash of a composition: its own, and which implementation of which source is each part."""
+    parts = [f"{plan.name} {plan.source_hash}" for plan in plans.values()]
+    return hashlib.sha256("\n".join([own, *parts]).encode()).hexdigest()
 
 
 def _aligned(nbytes: int) -> int:

@@ -9,13 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kimi_hal.dispatch import signatures
+from kimi_hal.dispatch import composed, signatures
 from kimi_hal.dispatch.contract import BuildContext, Implementation, Sizes
 from kimi_hal.dispatch.loader import resolve
 from kimi_hal.dispatch.selection import Choice
 from kimi_hal.errors import KimiHalError, PluginError
 from kimi_hal.ops import check
-from kimi_hal.ops.operator import Operator
+from kimi_hal.ops.composites import Part
+from kimi_hal.ops.operator import Operator, get
 from kimi_hal.ops.spec import Limits, Spec
 
 
@@ -61,7 +62,8 @@ def build(place: Place, choice: Choice) -> Built:
         PluginError: anything else that is raised; a size or a signature that is not the contract's.
     """
     implementation = choice.implementation
-    sizes = _sizes(place, choice)
+    parts = _parts(place, choice)
+    sizes = composed.sizes(parts) if parts else _sizes(place, choice)
     context = BuildContext(
         operator=place.op.name,
         spec=place.spec,
@@ -80,6 +82,7 @@ def build(place: Place, choice: Choice) -> Built:
             device=place.device,
         ),
         settings=place.settings,
+        parts=parts,
     )
     run = _call(choice, implementation.build, lambda: resolve(implementation.build)(context))
     wrong = list(signatures.mismatches(place.op, run))
@@ -90,6 +93,23 @@ def build(place: Place, choice: Choice) -> Built:
             f"{'; '.join(wrong)}.",
         )
     return Built(context, run, _prepare(choice, implementation, context))
+
+
+def _parts(place: Place, choice: Choice) -> dict[str, Any]:
+    """Plan what a composition is made of, on the same backend; nothing for any other implementation."""
+    if choice.implementation.name != composed.NAME:
+        return {}
+    from kimi_hal.dispatch.plan import plan_part
+
+    backend, device = choice.backend.name, place.device
+
+    def plan(part: Part) -> Any:
+        group = place.group if get(part.operator).grouped else None
+        return plan_part(
+            backend, part.operator, part.spec, part.limits or place.limits, device=device, group=group
+        )
+
+    return composed.plan_parts(place.op, place.spec, place.limits, backend, plan)
 
 
 def _prepare(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kimi_hal.dispatch import construction, keys, pairing, ranks, sources
+from kimi_hal.dispatch import composed, construction, keys, pairing, ranks, sources
 from kimi_hal.dispatch.candidate import Candidate
 from kimi_hal.dispatch.checked import checked
 from kimi_hal.dispatch.construction import Built, MissingError
@@ -105,6 +105,9 @@ def _make(wanted: Wanted) -> Plan:
     if source is not None:
         pairing.check_sizes(op, source, built.context.sizes.records)
     source_hash = sources.source_hash(choice.backend, choice.implementation)
+    if built.context.parts:
+        choice = composed.completed(op, choice, built.context.parts)
+        source_hash = composed.source_hash(source_hash, built.context.parts)
     rank = (group.rank(), group.size()) if group is not None else None
     run, unshadowed = _guarded(wanted, choice, built)
     return Plan(
@@ -193,7 +196,8 @@ def _guarded(wanted: Wanted, choice: Choice, built: Built) -> tuple[Run, str]:
     if wanted.settings.check == "args":
         terms = Terms.of(wanted.limits, built.context.sizes, choice.capability, wanted.device)
         return checked(wanted.op, wanted.spec, terms, built.run), ""
-    if wanted.settings.check == "shadow" and choice.backend.name != REFERENCE:
+    own = choice.backend.name != REFERENCE and not built.context.parts  # parts are compared one by one
+    if wanted.settings.check == "shadow" and own:
         return _shadowed(wanted, choice, built)
     return built.run, ""
 
