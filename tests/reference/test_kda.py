@@ -32,6 +32,7 @@ from kda_cases import (
     same_bits,
 )
 
+import kimi_hal as hal
 from kimi_hal.errors import ContractError
 from kimi_hal.ops.kda import KDASpec
 from kimi_hal.ops.spec import Limits
@@ -610,6 +611,27 @@ def test_records_may_stand_at_any_address():
     steps, steps_pool = layer.pool(2), layer.conv_pool(2)
     layer.stepwise(rows.some(slice(0, 1)), steps_pool, steps, 0)
     layer.stepwise(rows.some(slice(1, 4)), steps_pool, steps, 1)
+    assert same_bits(state, steps)
+    assert same_bits(pool, steps_pool)
+
+
+def test_a_planned_pair_gives_the_bits_of_decoding():
+    layer, rows = Layer.random(SMALL), Rows.random(SMALL, 5)
+    limits = Limits(max_rows=8, max_reqs=3, rows_per_req=4)
+    verify = hal.plan("kda_verify", SMALL, limits, device="cpu")
+    commit = hal.plan("kda_commit", SMALL, limits, device="cpu", pair=verify)
+    assert verify.properties.batch_invariant
+    assert commit.properties.checkpoint_exact
+    state, pool = layer.pool(3), layer.conv_pool(3)
+    records = torch.full((3, verify.records_bytes), 0xFF, dtype=torch.uint8)
+    parameters = (layer.weight, rows.raw_g, rows.raw_beta, layer.A_log, layer.dt_bias)
+    out = verify.run(rows.x, *parameters, pool, state, ids(2, 1), cuts(3, 2), records)
+    commit.run([pool], [state], [records], [layer.A_log], [layer.dt_bias], ids(2, 1), ids(2, 2))
+    steps, steps_pool = layer.pool(3), layer.conv_pool(3)
+    first = layer.stepwise(rows.some(slice(0, 2)), steps_pool, steps, 2)
+    second = layer.stepwise(rows.some(slice(3, 5)), steps_pool, steps, 1)
+    assert same_bits(out[:2], first.bfloat16())
+    assert same_bits(out[3:], second.bfloat16())
     assert same_bits(state, steps)
     assert same_bits(pool, steps_pool)
 
