@@ -95,7 +95,7 @@ class Deployment:
             page=self.page,
             topk=self.model.topk,
             softmax_scale=self.model.softmax_scale,
-            index_space="local",
+            index_space="local" if self.dcp.world > 1 else "position",
             has_index_len=self.dcp.world > 1,
             dcp=self.dcp,
         )
@@ -115,4 +115,8 @@ class Deployment:
         yield "moe_route", route
         yield "prepare_moe_weights", experts
         yield "moe_experts", experts
-        yield "moe_layer", MoELayerSpec(route=route, experts=experts, model_dim=self.model.hidden, tp=self.tp)
+        if self.local_experts is None:  # a slice of the experts is a layer only together with its group
+            yield (
+                "moe_layer",
+                MoELayerSpec(route=route, experts=experts, model_dim=self.model.hidden, tp=self.tp),
+            )

@@ -90,7 +90,7 @@ def explain(
     op = get(operator)
     settings = settings or policy.settings()
     registry = registry or policy.registry(settings)
-    device = device or _device(settings, registry)
+    device = device or default_device(settings, registry)
     request = Request(op, spec, limits, device, implementation, settings)
     chosen, execution = None, ""
     try:
@@ -111,7 +111,7 @@ def _all(request: Request, registry: Registry) -> tuple[Candidate, ...]:
     return tuple(a.candidate() for a in assess(request, asked, registry))
 
 
-def _device(settings: Settings, registry: Registry) -> str:
+def default_device(settings: Settings, registry: Registry) -> str:
     """Return the torch device type that the settings lead to."""
     if settings.execution == "interpreted":
         return "cpu"
