@@ -1,0 +1,1 @@
+"""kimi-hal on Acme's simulator, which runs on the CPU."""
