@@ -7,7 +7,7 @@ import torch
 
 from kimi_hal import formats
 from kimi_hal.errors import FormatError
-from kimi_hal.formats import LatentFormat
+from kimi_hal.formats import LatentFormat, minifloat
 
 NAMES = formats.names("latent")
 POISON = 0xA5
@@ -273,3 +273,25 @@ def test_an_offset_beyond_2_to_the_31_is_reached():
     assert slot * 352 > 2**31
     stored = cache.view(-1)[slot * 352 : (slot + 1) * 352]
     assert stored.tolist() == row(fmt, parts[0][2], parts[1][2]).tolist()
+
+
+def test_nvfp4_elements_are_multiplied_by_the_rounded_reciprocal():
+    # Ties of x / scale, where the product with the float32 reciprocal may fall to one side.
+    scales = oracle.grid("e4m3fn")[8:64].astype(np.float32)
+    ties = np.float32([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    kv_c = np.zeros((len(scales), 512), np.float32)
+    kv_c[:, 0], kv_c[:, 1:8] = 6 * scales, scales[:, None] * ties
+    packed = formats.latent("latent.nvfp4.352").pack(
+        torch.from_numpy(kv_c), torch.zeros(len(scales), 64), None
+    )
+    for row_bytes, x in zip(packed, kv_c, strict=True):
+        assert row_bytes.tolist() == oracle.nvfp4_row(x, np.zeros(64, np.float32)).tolist()
+    divided = oracle.encode(kv_c[:, :16] / scales[:, None], "e2m1")
+    assert (minifloat.unpack_nibbles(packed[:, :8]).numpy() != divided).any()
+
+
+@pytest.mark.parametrize("bits", [0x7FC00000, 0xFFC00000, 0x7F800001])
+def test_bf16_nan_of_any_sign_and_payload_is_written_as_0x7fc0(bits):
+    nan = torch.from_numpy(np.full((3, 64), bits, np.uint32).view(np.float32))
+    packed = formats.latent("latent.bf16").pack(nan.repeat(1, 8), nan, None)
+    assert packed.reshape(-1, 2).unique(dim=0).tolist() == [[0xC0, 0x7F]]
