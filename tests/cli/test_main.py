@@ -1,0 +1,141 @@
+"""The command line answers without torch where it can, and every error is a sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+def kimi_hal(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("KIMI_HAL_")}
+    command = [sys.executable, "-m", "kimi_hal.cli.main", *args]
+    return subprocess.run(command, env=clean | env, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    "args", [("--help",), ("list",), ("list", "--json"), ("doctor", "--no-probe"), ("--version",)]
+)
+def test_what_needs_no_torch_imports_none(args: tuple[str, ...]) -> None:
+    code = (
+        "import sys\nfrom kimi_hal.cli.main import main\n"
+        f"try:\n    main({list(args)!r})\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_lists_every_command() -> None:
+    out = kimi_hal("--help").stdout
+    for name in ("conformance", "doctor", "explain", "list", "step"):
+        assert name in out
+
+
+def test_an_unknown_command_names_the_nearest() -> None:
+    done = kimi_hal("explian")
+    assert done.returncode == 2
+    assert "no command 'explian'; did you mean 'explain'?" in done.stderr
+
+
+def test_doctor_says_what_is_here_and_that_nothing_is_wrong() -> None:
+    done = kimi_hal("doctor")
+    assert done.returncode == 0, done.stderr
+    assert "backend reference" in done.stdout
+    assert "nothing is wrong" in done.stdout
+
+
+def test_doctor_finds_a_misspelt_variable() -> None:
+    done = kimi_hal("doctor", KIMI_HAL_BACKND="reference")
+    assert done.returncode == 1
+    assert "KIMI_HAL_BACKND" in done.stdout
+    assert "KIMI_HAL_BACKEND" in done.stdout
+    assert "1 to mend" in done.stdout
+
+
+def test_list_shows_every_operator_and_backend() -> None:
+    from kimi_hal.ops import OPERATORS
+
+    matrix = json.loads(kimi_hal("list", "--json").stdout)["operators"]
+    assert set(matrix) == set(OPERATORS)
+    for backends in matrix.values():
+        assert backends["reference"], "the reference computes every operator"
+
+
+def test_list_of_one_operator_shows_what_is_covered() -> None:
+    out = kimi_hal("list", "merge_attn_states").stdout
+    assert "reference.torch" in out
+    assert "parts: 1 to 64" in out
+
+
+def test_list_of_an_unknown_operator_names_the_nearest() -> None:
+    done = kimi_hal("list", "sparse_mlp")
+    assert done.returncode == 2
+    assert done.stderr.startswith("kimi-hal: unknown operator 'sparse_mlp'; did you mean 'sparse_mla'?")
+
+
+def test_explain_names_every_candidate_with_its_reasons() -> None:
+    answer = json.loads(kimi_hal("explain", "kda_decode", "--json").stdout)
+    assert answer["chosen"] == "reference.torch"
+    named = {c["full_name"]: c["refusals"] for c in answer["candidates"]}
+    assert {"reference.torch", "nvidia.triton", "amd.triton", "ppu.triton"} <= set(named)
+    assert all(reasons for name, reasons in named.items() if name != "reference.torch")
+
+
+def test_explain_sparse_mla_as_an_engine_would_ask() -> None:
+    done = kimi_hal("explain", "sparse_mla", "--json", "--tp", "8")
+    answer = json.loads(done.stdout)
+    assert answer["spec"]["num_heads"] == 12
+    assert answer["chosen"] == "reference.torch"
+
+
+def test_explain_takes_changed_fields_and_refuses_unknown_ones() -> None:
+    changed = json.loads(kimi_hal("explain", "sparse_mla", "--json", "--spec", '{"num_heads": 64}').stdout)
+    assert changed["spec"]["num_heads"] == 64
+    done = kimi_hal("explain", "sparse_mla", "--spec", '{"num_head": 64}')
+    assert done.returncode == 2
+    assert done.stderr == "kimi-hal: SparseMLASpec has no field 'num_head'; did you mean 'num_heads'?\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (("--spec", "{"), "--spec is not JSON"),
+        (("--spec", "[1]"), "--spec must be a JSON object, got [1]"),
+        (("--tp", "7"), "tp=7 does not divide 96 heads; possible: [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48]"),
+    ],
+)
+def test_explain_refuses_bad_options_with_a_sentence(args: tuple[str, ...], text: str) -> None:
+    done = kimi_hal("explain", "sparse_mla", *args)
+    assert done.returncode == 2
+    assert text in done.stderr
+
+
+def test_a_backend_whose_device_is_absent_ends_with_what_to_type() -> None:
+    out = kimi_hal("explain", "kda_decode", KIMI_HAL_BACKEND="nvidia").stdout
+    assert "nothing fits" in out
+    assert "KIMI_HAL_EXECUTION=interpreted runs its kernels on the CPU" in out
+
+
+def test_an_interpreted_backend_is_chosen_on_the_cpu() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed: nothing can be interpreted")
+    env = {"KIMI_HAL_BACKEND": "nvidia", "KIMI_HAL_EXECUTION": "interpreted"}
+    answer = json.loads(kimi_hal("explain", "kda_decode", "--json", **env).stdout)
+    assert answer["chosen"] == "nvidia.triton"
+    assert answer["execution"] == "interpreted"
+
+
+def test_conformance_without_the_suite_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    from click.testing import CliRunner
+
+    from kimi_hal.cli.conformance import command
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    result = CliRunner().invoke(command, ["run"])
+    assert result.exit_code == 1
+    assert "install it with: pip install kimi-hal-conformance" in result.output
