@@ -47,7 +47,8 @@ class Writer:
         self.fixed = dict(self.spec.dims())
         self.rules = op.presence(self.spec) if op.presence else {}
         self.anchor = next(n for n, a in op.args.items() if self._required(n) and not a.many)
-        words = [w for a in op.args.values() for w in f"{a.shape} {a.count}".split()]
+        # A letter in a list must agree between its tensors, so it stands twice.
+        words = [w for a in op.args.values() for w in f"{a.shape} {a.count}".split() * (1 + a.many)]
         words += [w for out in op.outs for w in out.shape.split()]
         bases = [w.removeprefix(">=").removeprefix("<=").partition("+")[0] for w in words]
         self.shared = {base for base in bases if bases.count(base) > 1 or base in BOUNDED}
