@@ -19,7 +19,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
 @hookspec
-def kimi_hal_backend() -> Backend:  # type: ignore[empty-body]
+def kimi_hal_backend() -> Backend:
     """Return exactly one Backend. Imports no torch and opens no device."""
 
 

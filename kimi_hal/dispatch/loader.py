@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint
 from typing import Any, TypeVar
@@ -168,9 +168,9 @@ def load(settings: Settings, *, strict: bool = True) -> Registry:
         if name not in registry.failures:
             registry._load(name)
     _judge(registry, strict)
-    _check_variables(registry)
-    if strict:
-        _check_overrides(registry)
+    problems = list(problems_of_settings(registry)) if strict else []
+    if problems:
+        raise SettingsError("\n".join(problems))
     return registry
 
 
@@ -301,31 +301,27 @@ def _probe(backend: Backend) -> Probe:
     return probe
 
 
-def _check_variables(registry: Registry) -> None:
-    """Compare the variables under a loaded plugin's prefix with what it declares."""
-    problems = []
+def problems_of_settings(registry: Registry) -> Iterator[str]:
+    """Yield variables that no loaded plugin declares, and overrides that no plugin implements."""
     for variable, _ in registry.settings.plugins:
         loaded = registry.backends.get(owner(variable, registry.points) or "")
-        if loaded is None or variable in loaded.backend.variables:
-            continue
-        removed = loaded.backend.removed_variables
-        declared = loaded.backend.variables
-        if variable in removed:
-            problems.append(f"{variable} was removed: {removed[variable]}")
-        elif not injected(variable):
-            known = ", ".join(sorted(declared)) or "none"
-            hint = nearest(variable, declared) or "."
-            problems.append(f"unknown variable {variable}{hint} Declared by {loaded.name}: {known}")
-    if problems:
-        raise SettingsError("\n".join(problems))
-
-
-def _check_overrides(registry: Registry) -> None:
+        if loaded is not None and variable not in loaded.backend.variables:
+            yield from _undeclared(variable, loaded)
     for operator, full_name in registry.settings.ops:
         try:
             find(registry, operator, full_name)
         except UnknownNameError as error:
-            raise SettingsError(f"KIMI_HAL_OPS: {error}") from None
+            yield f"KIMI_HAL_OPS: {error}"
+
+
+def _undeclared(variable: str, loaded: Loaded) -> Iterator[str]:
+    removed, declared = loaded.backend.removed_variables, loaded.backend.variables
+    if variable in removed:
+        yield f"{variable} was removed: {removed[variable]}"
+    elif not injected(variable):
+        known = ", ".join(sorted(declared)) or "none"
+        hint = nearest(variable, declared) or "."
+        yield f"unknown variable {variable}{hint} Declared by {loaded.name}: {known}"
 
 
 def find(registry: Registry, operator: str, full_name: str) -> tuple[Loaded, Implementation]:

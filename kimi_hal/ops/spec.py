@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
+from kimi_hal.dispatch.contract import NUMERICS
 from kimi_hal.domain import Domain, OneOf, Range
 from kimi_hal.errors import SpecError, nearest
 
@@ -194,6 +195,13 @@ class Spec(Record):
     """Base of the operators' Specs. ``numerics`` admits classes of rounding beyond the contract."""
 
     numerics: tuple[str, ...] = ()
+
+    def _domain_problems(self) -> Iterator[str]:
+        yield from Record._domain_problems(self)
+        for name in self.numerics if isinstance(self.numerics, tuple) else ():
+            if name not in NUMERICS:
+                known = ", ".join(NUMERICS)
+                yield f"numerics: unknown class {name!r}{nearest(str(name), NUMERICS) or '.'} Known: {known}"
 
     def dims(self) -> dict[str, int]:
         """Return the dimension letters of the operator's shapes that this Spec fixes."""

@@ -10,11 +10,13 @@ import types
 import pytest
 from fake_plugins import GONE, HERE, LIMITS, SPEC, capability, implementation
 
+from kimi_hal.dispatch import fields
 from kimi_hal.dispatch.contract import Capability, Implementation, Preference, Probe, Properties
 from kimi_hal.dispatch.selection import select
 from kimi_hal.domain import OneOf, Range
 from kimi_hal.errors import PluginError, SelectionError, SettingsError, UnknownNameError
-from kimi_hal.ops import OPERATORS, sparse_mla
+from kimi_hal.ops import OPERATORS, dsa_decode, sparse_mla
+from kimi_hal.presets import Deployment
 from kimi_hal.settings import Settings
 
 AUTO, ACME = Settings(), Settings(backend="acme")
@@ -461,6 +463,21 @@ def test_the_argument_wins_over_an_override_of_a_part(plugins, pair):
 def test_a_composition_can_be_named(plugins, pair):
     plugins.add("acme", implementation("fused", "pair"))
     assert choose(Settings(ops=(("pair", "acme.composed"),)), op=pair).full_name == "acme.composed"
+
+
+def test_the_models_composites_obey_the_same_rule(plugins):
+    spec = Deployment(tp=8).specs()["dsa_decode"]
+    plugins.add("acme", implementation("fused", "dsa_decode", (covering(spec),)))
+    assert choose(spec=spec, op=dsa_decode).full_name == "acme.fused"
+    choice = choose(Settings(ops=(("sparse_mla", "reference.torch"),)), spec, op=dsa_decode)
+    assert choice.full_name == "acme.composed"
+    assert choice.candidates[0].refusals == (
+        "KIMI_HAL_OPS=sparse_mla=reference.torch names a part that it would not run",
+    )
+
+
+def covering(spec):
+    return Capability(("acme2",), {n: OneOf((v,)) for n, v in fields.values(spec).items() if v is not None})
 
 
 # ---- records ----------------------------------------------------------------------------------------------
