@@ -44,7 +44,8 @@ class Range:
 
     def __str__(self) -> str:
         step = f", a multiple of {self.multiple}" if self.multiple != 1 else ""
-        return f"{self.low:g} to {self.high:g}{step}"
+        low, high = (str(n) if isinstance(n, int) else f"{n:g}" for n in (self.low, self.high))
+        return f"{low} to {high}{step}"
 
 
 Domain = OneOf | Range
