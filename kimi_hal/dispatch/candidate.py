@@ -144,16 +144,16 @@ def _execution(request: Request, loaded: Loaded, probe: Probe, item: Implementat
     if loaded.backend.torch_device == ANY_DEVICE:
         return "native", []
     mode = request.settings.execution
-    absent = list(_absent(request, loaded, probe))
+    against = list(_absent(request, loaded, probe))
     if mode == "interpreted":
-        absent = [] if request.device_type == "cpu" else [_interpreter(request)]
-    elif mode == "portable" and "portable" in item.execution and absent:
-        return "portable", []
+        against = [] if request.device_type == "cpu" else [_interpreter(request)]
+    elif mode == "portable" and against:
+        against = []
     else:
-        mode = "native"
+        mode = "native"  # portable code on its own device is native
     if mode not in item.execution:
-        absent.insert(0, f"it runs {' or '.join(item.execution)} only, not {mode}")
-    return mode, absent
+        against.insert(0, f"it runs {' or '.join(item.execution)} only, not {mode}")
+    return mode, against
 
 
 def _absent(request: Request, loaded: Loaded, probe: Probe) -> Iterator[str]:
@@ -220,5 +220,5 @@ def _parts(op: Operator) -> set[str]:
 
 
 def _preference(request: Request, item: Implementation, target: Target) -> Preference | None:
-    matches = [p for p in item.preferences if matching.prefers(p, request.spec, request.limits, target.arch)]
+    matches = [p for p in item.preferences if matching.prefers(p, request.spec, request.limits, target)]
     return max(matches, key=lambda p: p.rank, default=None)

@@ -48,12 +48,15 @@ def refusals(
     yield from _requires(capability.requires, target)
 
 
-def prefers(preference: Preference, spec: Spec, limits: Limits | None, arch: str) -> bool:
-    """Tell whether a preference is about this request. A field that it does not name may be anything."""
+def prefers(preference: Preference, spec: Spec, limits: Limits | None, target: Target) -> bool:
+    """Tell whether a preference is about this request. A field that it does not name may be anything.
+
+    Away from its device, code has no architecture, and a preference for any one counts.
+    """
     found = fields.values(spec)
     sizes = fields.values(limits) if limits else {}
     return (
-        ("*" in preference.arch or arch in preference.arch)
+        (target.foreign or "*" in preference.arch or target.arch in preference.arch)
         and all(name in found and found[name] in domain for name, domain in preference.spec.items())
         and all(name in sizes and _within(sizes[name], domain) for name, domain in preference.limits.items())
     )

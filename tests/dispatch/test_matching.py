@@ -152,11 +152,16 @@ def test_all_reasons_are_told():
     ],
 )
 def test_a_preference_is_about_what_it_names(preference, expected):
-    assert matching.prefers(preference, SPEC, LIMITS, "acme2") is expected
+    assert matching.prefers(preference, SPEC, LIMITS, ACME2) is expected
 
 
 def test_a_preference_by_limits_does_not_match_unknown_limits():
-    assert not matching.prefers(Preference(rank=1, limits={"max_rows": Range(1, 320)}), SPEC, None, "acme2")
+    assert not matching.prefers(Preference(rank=1, limits={"max_rows": Range(1, 320)}), SPEC, None, ACME2)
+
+
+def test_away_from_its_device_a_preference_for_any_architecture_counts():
+    elsewhere = Preference(rank=1, arch=("acme1",))
+    assert matching.prefers(elsewhere, SPEC, LIMITS, Target(foreign=True))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -210,6 +210,15 @@ def test_portable_runs_on_a_foreign_device(plugins):
     assert (choice.full_name, choice.execution) == ("acme.fast", "portable")
 
 
+def test_portable_needs_code_that_is(plugins):
+    plugins.add("acme", probe=GONE)
+    assert refused(Settings(backend="acme", execution="portable")) == (
+        "sparse_mla: no implementation of acme covers this request (KIMI_HAL_BACKEND=acme). "
+        "KIMI_HAL_FALLBACK=reference runs the reference\n"
+        "  acme.fast: it runs native only, not portable"
+    )
+
+
 def test_portable_code_on_its_own_device_is_native(plugins):
     plugins.add("acme", implementation(execution=("native", "portable")))
     assert choose(Settings(backend="acme", execution="portable")).execution == "native"
