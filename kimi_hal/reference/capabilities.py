@@ -24,6 +24,7 @@ from kimi_hal.reference.weights import FORMAT
 #: single elements, sums in an order of their own.
 ROW_BY_ROW = frozenset(
     {"quantize_index_query", "store_index_keys", "store_latent", "topk_select", "topk_merge", "all_gather"}
+    | {"indexer_logits", "indexer_topk", "sparse_mla", "merge_attn_states", "dsa_decode", "kda_layer_decode"}
     | {"kda_conv", "kda_gate", "kda_prefill", "kda_decode", "kda_verify", "kda_commit"}
 )
 NONE = OneOf((None,))

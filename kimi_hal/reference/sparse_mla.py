@@ -160,11 +160,12 @@ def merge_attn_states(
     for part in spans(rows, ELEMENTS // (spec.num_heads * spec.dim)):
         clean = lses[:, part].to(dtype).masked_fill(~torch.isfinite(lses[:, part]), -torch.inf)
         top = clean.amax(dim=0)
-        weights = torch.exp(clean - finite_base(top))
-        total = weights.sum(dim=0)
+        weights, total = torch.exp(clean - finite_base(top)), torch.zeros_like(top)
+        # One by one: a sum's order, and with it a row's bits, must not depend on how many rows there are.
         for weight, logit, piece in zip(weights, clean, outs[:, part], strict=True):
             filled = piece.to(dtype).masked_fill((logit == -torch.inf)[..., None], 0.0)
             out[part] += weight[..., None] * filled
+            total += weight
         out[part] /= denominator(total)[..., None]
         lse[part] = log_sum(top, total)
     return out, lse if spec.return_lse else lse[:, :0]

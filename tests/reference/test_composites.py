@@ -104,6 +104,18 @@ def test_float32_is_close_to_float64() -> None:
     torch.testing.assert_close(lse.double(), oracle[1], rtol=1e-6, atol=1e-6)
 
 
+def test_bits_of_a_row_depend_on_no_other_row() -> None:
+    lengths = (200, 1, 77)
+    case = DSACase(lengths, rows=tuple((row % 3, min(1 + 7 * row, lengths[row % 3])) for row in range(20)))
+    out, lse = composites.dsa_decode(case.spec(), **case.operands())
+    by_row = ("q", "index_q", "index_w", "row_req", "row_len")
+    for row in (0, 7, 19):
+        given = {name: t[row : row + 1] if name in by_row else t for name, t in case.operands().items()}
+        alone = composites.dsa_decode(case.spec(), **given)
+        assert alone[0][0].equal(out[row])
+        assert alone[1][0].equal(lse[row])
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_dsa_decode_in_pieces_is_the_call_in_one(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case = DSACase()
@@ -179,6 +191,16 @@ def test_a_row_without_a_state_is_zero_whatever_it_holds(bad: int) -> None:
     expected = composites.kda_layer_decode(case.spec, **whole)
     assert o[1].count_nonzero() == 0
     assert o[[0, 2]].equal(expected[[0, 2]])
+
+
+def test_bits_of_a_kda_row_depend_on_no_other_row() -> None:
+    case = KDACase(rows=6)
+    o = composites.kda_layer_decode(case.spec, **case.operands())
+    for row in (0, 3, 5):
+        t = case.operands()
+        for name in ("x", "raw_g", "raw_beta", "out_gate", "state_ids"):
+            t[name] = t[name][row : row + 1]
+        assert composites.kda_layer_decode(case.spec, **t)[0].equal(o[row])
 
 
 def test_kda_rows_in_pieces_are_the_rows_in_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -376,6 +376,16 @@ def test_one_part_comes_back_as_it_is() -> None:
     assert lse.equal(lses[0])
 
 
+@pytest.mark.parametrize("parts", [2, 3, 8, 13])
+def test_bits_of_a_merged_row_depend_on_no_other_row(parts: int) -> None:
+    outs, lses = torch.randn(parts, 37, 3, 24), 3 * torch.randn(parts, 37, 3)
+    out, lse = merged(outs, lses, torch.float32)
+    for row in (0, 8, 36):
+        alone = merged(outs[:, row : row + 1], lses[:, row : row + 1], torch.float32)
+        assert alone[0][0].equal(out[row])
+        assert alone[1][0].equal(lse[row])
+
+
 def test_a_merge_in_pieces_is_the_merge_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
     outs, lses = torch.randn(3, 7, 2, 16), torch.randn(3, 7, 2)
     expected = merged(outs, lses)
