@@ -47,8 +47,11 @@ class Failure:
     breach: bool = False
 
     def error(self) -> PluginError:
-        """Return the error to raise."""
-        return PluginError(self.plugin, self.message)
+        """Return the error to raise; Python prints the plugin's own traceback below it."""
+        error = PluginError(self.plugin, self.message)
+        if self.traceback:
+            error.add_note(self.traceback)
+        return error
 
 
 class BrokenError(Exception):
@@ -268,7 +271,7 @@ def _skew(plugin: str, error: BaseException) -> str:
 
 
 def _require(plugin: str, problems: Iterable[str], breach: bool = False) -> None:
-    found = list(problems)
+    found = _attempt(plugin, "checking it", lambda: list(problems))
     if found:
         raise BrokenError(Failure(plugin, "; ".join(found), breach=breach))
 

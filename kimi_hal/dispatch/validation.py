@@ -93,7 +93,7 @@ def _versions(name: str, theirs: Any) -> str:
     which = (
         "a newer kimi-hal" if isinstance(theirs, int) and theirs > API_VERSION else "a newer version of it"
     )
-    return f"it was written for plugin API {theirs}, this kimi-hal has API {API_VERSION}; install {which}"
+    return f"it was written for plugin API {theirs!r}, this kimi-hal has API {API_VERSION}; install {which}"
 
 
 def _implementation(item: Implementation) -> Iterator[str]:

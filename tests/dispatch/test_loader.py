@@ -123,6 +123,27 @@ def test_a_failure_keeps_its_traceback(plugins):
     assert "in call\n    raise error" in failure.traceback
 
 
+def test_the_error_of_a_named_plugin_carries_its_traceback(plugins):
+    plugins.module("acme", kimi_hal_backend=hookimpl(raising(OSError("driver too old"))))
+    with pytest.raises(PluginError) as caught:
+        load(ACME)
+    assert "in call\n    raise error\nOSError: driver too old" in caught.value.__notes__[0]
+
+
+def test_a_plugin_that_cannot_even_be_looked_at_is_kept(plugins):
+    class Odd:
+        @property
+        def __dict__(self):
+            raise RuntimeError("no entry")
+
+        def __dir__(self):
+            raise RuntimeError("no entry")
+
+    plugins.module("acme", plugin=Odd())
+    plugins.points[0] = EntryPoint("acme", "fake_acme:plugin", loader.GROUP)
+    assert load(AUTO).failures["acme"].message == "checking it raised RuntimeError: no entry"
+
+
 def test_an_interrupt_is_not_kept(plugins):
     plugins.module("acme", kimi_hal_backend=hookimpl(raising(KeyboardInterrupt())))
     with pytest.raises(KeyboardInterrupt):
