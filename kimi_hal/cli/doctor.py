@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import os
 import platform
-from collections.abc import Iterator
 
 import click
 
 from kimi_hal import __version__
-from kimi_hal.dispatch.loader import Registry, load
+from kimi_hal.dispatch.loader import Registry, load, problems_of_settings
 from kimi_hal.errors import KimiHalError
 from kimi_hal.settings import Settings, variables
 
@@ -29,8 +29,9 @@ def command(ctx: click.Context, probe: bool, traceback: bool) -> None:
     )
     for name in LIBRARIES:
         click.echo(f"  {name}: {version(name)}")
-    problems = list(check_settings())
-    registry = load(Settings(), strict=False)
+    problems: list[str] = []
+    registry = load(dataclasses.replace(check_settings(problems), backend="auto"), strict=False)
+    problems += problems_of_settings(registry)
     for name in sorted(registry.backends):
         click.echo(describe(registry, name, probe))
     for name, failure in sorted(registry.failures.items()):
@@ -51,14 +52,15 @@ def version(distribution: str) -> str:
         return "not installed"
 
 
-def check_settings() -> Iterator[str]:
-    """Print the variables that are set, and yield what is wrong with them."""
+def check_settings(problems: list[str]) -> Settings:
+    """Print the variables that are set, add what is wrong with them, and return what they say."""
     for name, value in sorted(variables(os.environ).items()):
         click.echo(f"  {name}={value}")
     try:
-        Settings.from_env()
+        return Settings.from_env()
     except KimiHalError as error:
-        yield str(error)
+        problems.append(str(error))
+        return Settings()
 
 
 def describe(registry: Registry, name: str, probe: bool) -> str:

@@ -127,7 +127,7 @@ class Registry:
             except BrokenError as broken:
                 self.failures[name] = broken.failure
                 loaded._probe = Probe(present=False, why=broken.failure.message)
-                if not self.named(name):
+                if self.strict and not self.named(name):
                     _warn(broken.failure)
         if self.named(name) and name in self.failures:
             raise self.failures[name].error()
@@ -154,8 +154,9 @@ def load(settings: Settings, *, strict: bool = True) -> Registry:
 
     Args:
         settings: which plugins are wanted.
-        strict: raise for what is named and for breaches of the plugin contract. ``doctor`` and ``list`` pass
-            False and print ``Registry.failures``.
+        strict: raise for what is named, for breaches of the plugin contract and for settings that name
+            nothing, and warn about the rest. ``doctor`` and ``list`` pass False and print
+            ``Registry.failures`` and ``problems_of_settings``.
 
     Raises:
         PluginError: a plugin asked for by name cannot be used; two plugins have one name; a hook is wrong.
@@ -170,10 +171,8 @@ def load(settings: Settings, *, strict: bool = True) -> Registry:
     for name in _wanted(registry):
         if name not in registry.failures:
             registry._load(name)
-    _judge(registry, strict)
-    problems = list(problems_of_settings(registry)) if strict else []
-    if problems:
-        raise SettingsError("\n".join(problems))
+    if strict:
+        _judge(registry)
     return registry
 
 
@@ -215,18 +214,19 @@ def _wanted(registry: Registry) -> Iterable[str]:
     return sorted(names, key=lambda n: (n == REFERENCE.name, n))
 
 
-def _judge(registry: Registry, strict: bool) -> None:
+def _judge(registry: Registry) -> None:
     """Raise for what may not be passed over; warn about the rest, once a plugin."""
     for name in sorted(_named(registry.settings)):
-        if strict:
-            registry.get(name)
+        registry.get(name)
     for name in _wanted(registry):
         failure = registry.failures.get(name)
-        if failure is None:
-            continue
-        if strict and failure.breach:
+        if failure is not None and failure.breach:
             raise failure.error()
-        _warn(failure)
+        if failure is not None:
+            _warn(failure)
+    problems = list(problems_of_settings(registry))
+    if problems:
+        raise SettingsError("\n".join(problems))
 
 
 _WARNED: set[str] = set()
@@ -313,7 +313,7 @@ def problems_of_settings(registry: Registry) -> Iterator[str]:
     for operator, full_name in registry.settings.ops:
         try:
             find(registry, operator, full_name)
-        except UnknownNameError as error:
+        except (UnknownNameError, PluginError) as error:
             yield f"KIMI_HAL_OPS: {error}"
 
 

@@ -56,6 +56,14 @@ def test_doctor_finds_a_misspelt_variable() -> None:
     assert "1 to mend" in done.stdout
 
 
+def test_doctor_finds_what_a_plugin_does_not_know() -> None:
+    done = kimi_hal("doctor", KIMI_HAL_REFERENCE_X="1", KIMI_HAL_OPS="sparse_mla=reference.trch")
+    assert done.returncode == 1
+    assert "problem: unknown variable KIMI_HAL_REFERENCE_X. Declared by reference: none" in done.stdout
+    assert "KIMI_HAL_OPS: unknown implementation of sparse_mla 'reference.trch'; did you mean" in done.stdout
+    assert "2 to mend" in done.stdout
+
+
 def test_list_shows_every_operator_and_backend() -> None:
     from kimi_hal.ops import OPERATORS
 

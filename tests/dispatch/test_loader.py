@@ -150,9 +150,10 @@ def test_an_interrupt_is_not_kept(plugins):
         load(AUTO)
 
 
-def test_without_strict_a_named_failure_is_kept_too(plugins):
+def test_without_strict_a_named_failure_is_only_kept(plugins, caplog):
     plugins.module("acme", kimi_hal_backend=hookimpl(raising(OSError("driver too old"))))
     registry = load(ACME, strict=False)
+    assert caplog.messages == []
     assert registry.failures["acme"].message == "kimi_hal_backend() raised OSError: driver too old"
 
 
@@ -559,6 +560,16 @@ def test_an_override_into_a_broken_plugin_shows_its_error(plugins):
     assert refused(Settings(ops=(("sparse_mla", "acme.fast"),))) == (
         "plugin 'acme': kimi_hal_backend() raised OSError: driver too old"
     )
+
+
+def test_without_strict_problems_of_settings_are_told_together(plugins):
+    plugins.add("acme")
+    wrong = Settings(ops=(("sparse_mla", "acme.fest"),), plugins=(("KIMI_HAL_ACME_X", "1"),))
+    assert list(loader.problems_of_settings(load(wrong, strict=False))) == [
+        "unknown variable KIMI_HAL_ACME_X. Declared by acme: none",
+        "KIMI_HAL_OPS: unknown implementation of sparse_mla 'acme.fest'; did you mean 'acme.fast'? "
+        "Known: acme.fast",
+    ]
 
 
 def test_a_plugin_may_bring_formats(plugins, monkeypatch):
