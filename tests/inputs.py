@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from composite_cases import DSACase, KDACase, MoECase
-from index_cases import Index
+from index_cases import POW2, Index
 from kda_cases import Layer, Rows, cuts, flags, ids
 from latent_cases import FP8, Latents, queries
 
@@ -38,17 +38,17 @@ class Example(NamedTuple):
     kwargs: dict[str, Any]
 
 
-def example(operator: str) -> Example:
-    """Return a small call of an operator."""
-    spec, args, kwargs = CALLS[operator]()
+def example(operator: str, **variant: Any) -> Example:
+    """Return a small call of an operator; the four of the indexer take ``index=``, a format's name."""
+    spec, args, kwargs = CALLS[operator](**variant)
     return Example(spec, LIMITS, tuple(args), kwargs)
 
 
 Call = tuple[Spec, list[Any], dict[str, Any]]
-CALLS: dict[str, Callable[[], Call]] = {}
+CALLS: dict[str, Callable[..., Call]] = {}
 
 
-def call(make: Callable[[], Call]) -> Callable[[], Call]:
+def call(make: Callable[..., Call]) -> Callable[..., Call]:
     """Register the call of the operator that a function is named after."""
     CALLS[make.__name__] = make
     return make
@@ -59,36 +59,35 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @call
-def quantize_index_query() -> Call:
-    index = Index([100])
+def quantize_index_query(index: str = POW2) -> Call:
     return (
-        IndexQuerySpec(index=index.name, num_heads=4),
+        IndexQuerySpec(index=index, num_heads=4),
         [randn(3, 4, 128).bfloat16(), randn(3, 4, seed=1)],
         {},
     )
 
 
 @call
-def store_index_keys() -> Call:
-    index = Index([100])
-    return StoreIndexSpec(index=index.name), [randn(4, 128), torch.tensor([5, -1, 64]), index.cache], {}
+def store_index_keys(index: str = POW2) -> Call:
+    keys = Index([100], index)
+    return StoreIndexSpec(index=index), [randn(4, 128), torch.tensor([5, -1, 64]), keys.cache], {}
 
 
-def _scored() -> tuple[Index, list[Any]]:
-    index = Index([100, 7])
-    return index, [*index.query(3), index.cache, index.table, ids(0, 1, 0), ids(100, 7, 0)]
-
-
-@call
-def indexer_logits() -> Call:
-    index, operands = _scored()
-    return index.spec(), operands, {}
+def _scored(index: str) -> tuple[Index, list[Any]]:
+    keys = Index([100, 7], index)
+    return keys, [*keys.query(3), keys.cache, keys.table, ids(0, 1, 0), ids(100, 7, 0)]
 
 
 @call
-def indexer_topk() -> Call:
-    index, operands = _scored()
-    return index.topk_spec(16, ordered=True, return_selected=True), operands, {}
+def indexer_logits(index: str = POW2) -> Call:
+    keys, operands = _scored(index)
+    return keys.spec(), operands, {}
+
+
+@call
+def indexer_topk(index: str = POW2) -> Call:
+    keys, operands = _scored(index)
+    return keys.topk_spec(16, ordered=True, return_selected=True), operands, {}
 
 
 @call

@@ -20,6 +20,9 @@ from kimi_hal.ops.operator import Operator, bind_dims, output_shapes, torch_dtyp
 from kimi_hal.ops.spec import Limits, Spec
 from kimi_hal.settings import Settings
 
+#: Speculated rows of a request, at most: 7 drafts and the token before them.
+ROWS_PER_REQ = 8
+
 _KEPT: dict[tuple[str, Spec, str, Settings], Plan] = {}
 
 
@@ -88,7 +91,7 @@ def _limits(op: Operator, spec: Spec, given: Mapping[str, Any], before: Limits |
     rows = max(bound.get("T", 0), before.max_rows if before else 1)
     reqs = max(bound.get("N", 0), bound.get("R", 0), before.max_reqs if before else 1)
     rows, reqs = _power(rows), _power(reqs)
-    return Limits(max_rows=rows, max_reqs=reqs, rows_per_req=rows, uniform=False)
+    return Limits(max_rows=rows, max_reqs=reqs, rows_per_req=ROWS_PER_REQ, uniform=False)
 
 
 def _power(size: int) -> int:
@@ -106,7 +109,7 @@ def _buffers(op: Operator, plan: Plan, given: dict[str, Any]) -> None:
         device = next(tensors_of(given.values())).device
         for shape in output_shapes(op, plan.spec, None, given):
             if given[shape.keyword] is None:
-                given[shape.keyword] = empty(shape.shape, shape.dtype, device)
+                given[shape.keyword] = _fresh(shape.shape, shape.dtype, device)
 
 
 def _step(plan: Plan, given: Mapping[str, Any]) -> Any | None:
@@ -120,11 +123,13 @@ def _step(plan: Plan, given: Mapping[str, Any]) -> Any | None:
     return step
 
 
-def empty(shape: tuple[Any, ...], dtype: str, device: Any) -> Any:
-    """Return an uninitialised tensor."""
+def _fresh(shape: tuple[Any, ...], dtype: str, device: Any) -> Any:
+    """Return a buffer for an output; scores that nobody writes are −inf, as behind a row's keys."""
     import torch
 
-    return torch.empty(shape, dtype=torch_dtype(dtype), device=device)
+    kind = torch_dtype(dtype)
+    fresh = torch.empty(shape, dtype=kind, device=device)
+    return fresh.fill_(-torch.inf) if kind in (torch.float32, torch.bfloat16) else fresh
 
 
 def forget() -> None:

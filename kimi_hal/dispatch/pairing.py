@@ -1,7 +1,8 @@
 """Records between two operators: only the commit that knows a verify's layout may read what that one wrote.
 
 An implementation names its layout by ``Implementation.records``. A commit is planned with ``pair=`` the
-verify's plan. Without it, the verify plans of this process with the same Spec and device stand for it.
+verify's plan. Without it, the verify plans of this process with the same Spec, rows a request and device
+stand for it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 from kimi_hal.dispatch.loader import Registry, candidates, find
 from kimi_hal.errors import PlanError
 from kimi_hal.ops.operator import Operator
-from kimi_hal.ops.spec import Spec
+from kimi_hal.ops.spec import Limits, Spec
 
 if TYPE_CHECKING:
     from kimi_hal.dispatch.plan import Plan
@@ -24,7 +25,9 @@ WRITER = {"kda_commit": "kda_verify"}
 FREE = frozenset({"num_layers", "checkpoints", "norm_eps", "numerics"})
 
 
-def writer(op: Operator, spec: Spec, device: str, pair: Plan | None, plans: Iterable[Plan]) -> Plan | None:
+def writer(
+    op: Operator, spec: Spec, limits: Limits, device: str, pair: Plan | None, plans: Iterable[Plan]
+) -> Plan | None:
     """Return the plan whose records this one will read, or ``None`` where nothing says.
 
     Raises:
@@ -38,7 +41,7 @@ def writer(op: Operator, spec: Spec, device: str, pair: Plan | None, plans: Iter
             raise PlanError(f"pair= is for what reads another plan's records ({readers}), not {op.name}")
         return None
     if pair is None:
-        return _implied(op, spec, device, wanted, plans)
+        return _implied(op, spec, limits, device, wanted, plans)
     if pair.operator.name != wanted:
         raise PlanError(f"the pair of {op.name} is a plan of {wanted}, got one of {pair.operator.name}")
     differing = sorted(n for n, value in _fields(spec).items() if _fields(pair.spec)[n] != value)
@@ -48,11 +51,15 @@ def writer(op: Operator, spec: Spec, device: str, pair: Plan | None, plans: Iter
     return pair
 
 
-def _implied(op: Operator, spec: Spec, device: str, wanted: str, plans: Iterable[Plan]) -> Plan | None:
+def _implied(
+    op: Operator, spec: Spec, limits: Limits, device: str, wanted: str, plans: Iterable[Plan]
+) -> Plan | None:
+    """Return a plan of this process whose records have the same meaning and length."""
     same = [
         p
         for p in plans
-        if p.operator.name == wanted and p.device == device and _fields(p.spec) == _fields(spec)
+        if (p.operator.name, p.device, p.limits.rows_per_req) == (wanted, device, limits.rows_per_req)
+        and _fields(p.spec) == _fields(spec)
     ]
     layouts = {p.implementation.records for p in same}
     if len(layouts) > 1:

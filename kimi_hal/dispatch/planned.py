@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from kimi_hal import formats
@@ -46,6 +45,7 @@ class Plan:
         settings: the variables it was planned under.
         built: what the implementation's builders returned.
         failures: plugins that could not be used, and why.
+        op: the torch operator with this plan bound: for ``torch.compile``, which must never trace ``run``.
         unshadowed: why ``shadow:N`` does not compare it; empty if it does, or where it was not asked for.
     """
 
@@ -63,6 +63,17 @@ class Plan:
     built: Built = field(repr=False)
     failures: dict[str, str] = field(default_factory=dict, repr=False)
     unshadowed: str = field(default="", repr=False)
+    op: Callable[..., Any] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        from kimi_hal.dispatch import torch_ops
+
+        object.__setattr__(self, "op", torch_ops.bound(self))
+
+    @property
+    def prepare(self) -> Callable[..., None]:
+        """Return the function that fills ``step`` once a step; one that does nothing where there is none."""
+        return self.built.prepare or _nothing
 
     @property
     def name(self) -> str:
@@ -119,18 +130,6 @@ class Plan:
         """Return the names of the cache and weight formats that the Spec names."""
         named = set(account.strings(self.spec.to_dict()))
         return tuple(sorted(named & set(formats.names())))
-
-    @cached_property
-    def op(self) -> Callable[..., Any]:
-        """Return the torch operator with this plan bound, for ``torch.compile``, which must not trace ``run``."""
-        from kimi_hal.dispatch import torch_ops
-
-        return torch_ops.bound(self)
-
-    @cached_property
-    def prepare(self) -> Callable[..., None]:
-        """Return the function that fills ``step`` once a step; one that does nothing where there is none."""
-        return self.built.prepare or _nothing
 
     def weights(self, *, donate: bool = False, **checkpoint: Tensor) -> list[Tensor]:
         """Turn a checkpoint's tensors into the list that ``run`` takes as ``weights``.

@@ -100,7 +100,7 @@ def require_spec(op: Operator, spec: Any) -> None:
 
 def _make(wanted: Wanted) -> Plan:
     op, group = wanted.op, wanted.group
-    source = pairing.writer(op, wanted.spec, wanted.device, wanted.pair, PLANS)
+    source = pairing.writer(op, wanted.spec, wanted.limits, wanted.device, wanted.pair, PLANS)
     choice, built = _choose(wanted, source)
     if source is not None:
         pairing.check_sizes(op, source, built.context.sizes.records)
