@@ -89,11 +89,7 @@ def _walk(cls: type[Record], prefix: str, inherited: Any) -> Iterator[Leaf]:
 def _default(field: dataclasses.Field[Any], inherited: Any) -> Any:
     if isinstance(inherited, Record):
         return getattr(inherited, field.name)
-    if field.default is not dataclasses.MISSING:
-        return field.default
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return REQUIRED
+    return REQUIRED if field.default is dataclasses.MISSING else field.default
 
 
 def _record(hint: Any) -> type[Record] | None:

@@ -123,11 +123,11 @@ def _implementation(item: Implementation) -> Iterator[str]:
         yield from (f"preferences[{i}]: {p}" for p in _preference(item.operator, preference))
 
 
-def _capability(operator: str, item: Any) -> Iterator[str]:
+def _capability(operator: str, item: Capability) -> Iterator[str]:
     from kimi_hal.ops import get
 
     op = get(operator)
-    wrong = list(_types("Capability", item, Capability)) if isinstance(item, Capability) else [_not(item)]
+    wrong = list(_types("Capability", item, Capability))
     yield from wrong
     if wrong:
         return
@@ -147,10 +147,10 @@ def _capability(operator: str, item: Any) -> Iterator[str]:
         yield f"checkpoint_multiple must be 1 or more, got {item.checkpoint_multiple}"
 
 
-def _preference(operator: str, item: Any) -> Iterator[str]:
+def _preference(operator: str, item: Preference) -> Iterator[str]:
     from kimi_hal.ops import get
 
-    wrong = list(_types("Preference", item, Preference)) if isinstance(item, Preference) else [_not(item)]
+    wrong = list(_types("Preference", item, Preference))
     yield from wrong
     if not wrong:
         yield from _domains("spec", item.spec, get(operator).spec_type)
@@ -236,7 +236,7 @@ def _references(what: str, item: Any, names: Iterable[str]) -> Iterator[str]:
 
 
 def _types(what: str, item: Any, cls: type) -> Iterator[str]:
-    """Yield fields whose value has another type than the contract says; containers one level deep."""
+    """Yield fields whose value has another type than the contract says; what a mapping holds, if text."""
     for name, hint in typing.get_type_hints(cls).items():
         value = getattr(item, name)
         if not _fits(value, hint):
@@ -245,12 +245,13 @@ def _types(what: str, item: Any, cls: type) -> Iterator[str]:
 
 def _fits(value: Any, hint: Any) -> bool:
     origin, arms = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any:
-        return True
     if origin is tuple:
         return isinstance(value, tuple) and all(_fits(v, arms[0]) for v in value)
     if origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):
-        return isinstance(value, Mapping) and all(isinstance(k, str) for k in value)
+        texts = (
+            [*value, *(value.values() if arms[1] is str else ())] if isinstance(value, Mapping) else [None]
+        )
+        return all(isinstance(text, str) for text in texts)
     if arms:  # str | None, OneOf | Range
         return any(_fits(value, arm) for arm in arms)
     if hint is int:
@@ -261,10 +262,6 @@ def _fits(value: Any, hint: Any) -> bool:
 def _hint(hint: Any) -> str:
     text = getattr(hint, "__name__", None) if not typing.get_args(hint) else None
     return text or re.sub(r"\w+\.", "", str(hint))
-
-
-def _not(item: Any) -> str:
-    return f"must be a dataclass of kimi_hal.dispatch.contract, got {_kind(item)}"
 
 
 def _kind(value: Any) -> str:

@@ -344,6 +344,26 @@ GOOD, COVERED = implementation(), capability()
         ),
         (changed(GOOD, capabilities=()), "capabilities is empty; it covers nothing"),
         (
+            changed(GOOD, capabilities=("all",)),
+            "Implementation.capabilities must be tuple[Capability, ...], got tuple ('all',)",
+        ),
+        (
+            changed(GOOD, capabilities=(capability(tensors={"q": "bfloat16"}),)),
+            "capabilities[0]: tensors['q']: must be a TensorCap, got str 'bfloat16'",
+        ),
+        (
+            changed(GOOD, capabilities=(capability(requires={"triton": 3}),)),
+            "capabilities[0]: Capability.requires must be Mapping[str, str], got dict {'triton': 3}",
+        ),
+        (
+            changed(GOOD, capabilities=(capability(checkpoint_multiple=0),)),
+            "capabilities[0]: checkpoint_multiple must be 1 or more, got 0",
+        ),
+        (
+            changed(GOOD, preferences=(Preference(rank="high"),)),
+            "preferences[0]: Preference.rank must be int, got str 'high'",
+        ),
+        (
             changed(GOOD, capabilities=(capability(spec={"num_head": Range(1, 2)}),)),
             "capabilities[0]: spec: SparseMLASpec has no field 'num_head'; did you mean 'num_heads'?",
         ),

@@ -216,6 +216,16 @@ def test_an_optional_record_is_covered_by_its_fields():
     assert of_whole(ONE | {"other.size": Range(1, 4), "other.flag": OneOf((True,))}, whole) == []
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Usual(Spec):
+    part: Part | None = Part(size=1)
+
+
+def test_an_absent_record_is_not_covered_where_it_is_usual():
+    assert of_whole(ONE, Usual(part=None)) == ["part=None is not covered"]
+    assert of_whole(ONE | {"part": OneOf((None,))}, Usual(part=None)) == []
+
+
 def test_the_same_field_twice_is_the_same_default():
     assert fields.leaves(SparseMLASpec)["dcp.interleave"].default == 1
     assert fields.leaves(SparseMLASpec)["num_heads"].default is fields.REQUIRED

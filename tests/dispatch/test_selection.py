@@ -12,6 +12,7 @@ from fake_plugins import GONE, HERE, LIMITS, SPEC, capability, implementation
 
 from kimi_hal.dispatch import fields
 from kimi_hal.dispatch.contract import Capability, Implementation, Preference, Probe, Properties
+from kimi_hal.dispatch.loader import load
 from kimi_hal.dispatch.selection import select
 from kimi_hal.domain import OneOf, Range
 from kimi_hal.errors import PluginError, SelectionError, SettingsError, UnknownNameError
@@ -397,6 +398,25 @@ def test_an_admitted_fallback_serves_an_absent_device(plugins):
     assert choose(dataclasses.replace(FALLBACK, backend="acme")).full_name == "reference.torch"
     assert choose(FALLBACK).why == (
         "auto found no device (acme: /dev/acme0 is missing); KIMI_HAL_FALLBACK=reference admits the reference"
+    )
+
+
+def test_no_advice_is_given_that_does_not_help(plugins):
+    plugins.add("acme")
+    registry = load(AUTO)
+    del registry.backends["reference"]
+    with pytest.raises(SelectionError) as caught:
+        select(
+            sparse_mla,
+            dataclasses.replace(SPEC, page=128),
+            LIMITS,
+            device="cuda",
+            implementation=None,
+            settings=AUTO,
+            registry=registry,
+        )
+    assert str(caught.value).splitlines()[0] == (
+        "sparse_mla: no implementation of acme covers this request (auto found Acme A2 (acme2))."
     )
 
 

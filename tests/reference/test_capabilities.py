@@ -86,6 +86,11 @@ def test_a_field_that_may_be_none_is_covered_with_and_without(plugins):
         )
 
 
+def test_nothing_else_is_made_at_each_reading():
+    with pytest.raises(AttributeError, match="has no attribute 'IMPLEMENTATION'"):
+        capabilities.IMPLEMENTATION  # noqa: B018
+
+
 def test_formats_are_listed():
     named = set()
     for implementation in capabilities.IMPLEMENTATIONS:
