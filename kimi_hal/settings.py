@@ -138,7 +138,7 @@ def _near(value: str, legal: Iterable[str]) -> str:
 
 
 def _installed() -> tuple[str, ...]:
-    from kimi_hal.dispatch.loader import installed
+    from kimi_hal.dispatch.points import installed
 
     return installed()
 

@@ -7,7 +7,7 @@ import sys
 import types
 from importlib.metadata import EntryPoint, EntryPoints
 
-from kimi_hal.dispatch import loader, policy, selection
+from kimi_hal.dispatch import failure, points, policy, selection
 from kimi_hal.dispatch.contract import API_VERSION, Backend, Capability, Implementation, OneOf, Probe, Range
 from kimi_hal.dispatch.hookspecs import hookimpl
 from kimi_hal.ops.sparse_mla import SparseMLASpec
@@ -37,13 +37,13 @@ class Plugins:
         self.monkeypatch = monkeypatch
         everything = importlib.metadata.entry_points
 
-        def entry_points(**selection):
-            if selection.get("group") != loader.GROUP:
-                return everything(**selection)
-            return EntryPoints(self.points).select(**selection)
+        def entry_points(**wanted):
+            if wanted.get("group") != points.GROUP:
+                return everything(**wanted)
+            return EntryPoints(self.points).select(**wanted)
 
         monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
-        monkeypatch.setattr(loader, "_WARNED", set())
+        monkeypatch.setattr(failure, "_WARNED", set())
         monkeypatch.setattr(selection, "_WARNED", set())
         policy.thaw()
 
@@ -52,7 +52,7 @@ class Plugins:
         module = types.ModuleType(f"fake_{name}")
         vars(module).update(attributes)
         self.monkeypatch.setitem(sys.modules, module.__name__, module)
-        self.points.append(EntryPoint(name=name, value=module.__name__, group=loader.GROUP))
+        self.points.append(EntryPoint(name=name, value=module.__name__, group=points.GROUP))
         return module
 
     def add(self, plugin, /, *implementations, probe=HERE, **fields):

@@ -8,58 +8,16 @@ nor a driver: a backend's parts are strings, resolved when they are needed.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
-import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint
-from typing import Any, TypeVar
+from typing import Any
 
-from kimi_hal import __version__
-from kimi_hal.dispatch import hooks, validation
+from kimi_hal.dispatch import hooks, points, validation
 from kimi_hal.dispatch.contract import Backend, Implementation, Probe
+from kimi_hal.dispatch.failure import BrokenError, Failure, attempt, require, warn
 from kimi_hal.errors import PluginError, SettingsError, UnknownNameError, nearest, unknown
-from kimi_hal.log import log
 from kimi_hal.settings import Settings, injected, owner
-
-GROUP = "kimi_hal"
-#: The reference goes through the same door as every plugin, installed or not.
-REFERENCE = EntryPoint(name="reference", value="kimi_hal.reference.plugin", group=GROUP)
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a plugin is not usable.
-
-    Args:
-        plugin: its entry-point name.
-        message: one sentence.
-        traceback: what Python printed; ``""`` if nothing was raised.
-        breach: a mistake in the plugin's own declaration, an error also under ``auto``: two plugins of one
-            name, a misspelt hook, a hook with arguments.
-    """
-
-    plugin: str
-    message: str
-    traceback: str = ""
-    breach: bool = False
-
-    def error(self) -> PluginError:
-        """Return the error to raise; Python prints the plugin's own traceback below it."""
-        error = PluginError(self.plugin, self.message)
-        if self.traceback:
-            error.add_note(self.traceback)
-        return error
-
-
-class BrokenError(Exception):
-    """Carries a Failure out of the steps of loading."""
-
-    def __init__(self, failure: Failure) -> None:
-        self.failure = failure
-        super().__init__(failure.message)
 
 
 @dataclass
@@ -110,7 +68,7 @@ class Registry:
             raise unknown("backend", name, self.points)
         if name not in self.backends and name not in self.failures:
             self._load(name)
-            self._load(REFERENCE.name)  # which covers the formats that the plugin brought
+            self._load(points.REFERENCE.name)  # which covers the formats that the plugin brought
         if name in self.failures:
             raise self.failures[name].error()
         return self.backends[name]
@@ -128,7 +86,7 @@ class Registry:
                 self.failures[name] = broken.failure
                 loaded._probe = Probe(present=False, why=broken.failure.message)
                 if self.strict and not self.named(name):
-                    _warn(broken.failure)
+                    warn(broken.failure)
         if self.named(name) and name in self.failures:
             raise self.failures[name].error()
         return loaded._probe
@@ -164,21 +122,17 @@ def load(settings: Settings, *, strict: bool = True) -> Registry:
             does not exist.
     """
     registry = Registry(settings, {}, strict)
-    for point in (REFERENCE, *importlib.metadata.entry_points(group=GROUP)):
+    for point in (points.REFERENCE, *points.found()):
         first = registry.points.setdefault(point.name, point)
         if first is not point:
-            registry.failures[point.name] = _duplicate(first, point)
+            message = points.duplicate(first, point)
+            registry.failures[point.name] = Failure(point.name, message, breach=True)
     for name in _wanted(registry):
         if name not in registry.failures:
             registry._load(name)
     if strict:
         _judge(registry)
     return registry
-
-
-def installed() -> tuple[str, ...]:
-    """Return the names of the installed plugins; nothing is loaded."""
-    return tuple(sorted({point.name for point in importlib.metadata.entry_points(group=GROUP)}))
 
 
 def resolve(name: str) -> Any:
@@ -209,9 +163,9 @@ def _wanted(registry: Registry) -> Iterable[str]:
     if registry.settings.backend == "auto":
         names = set(registry.points)
     else:
-        names = (_named(registry.settings) | {REFERENCE.name}) & set(registry.points)
+        names = (_named(registry.settings) | {points.REFERENCE.name}) & set(registry.points)
     # The reference comes last: it covers the formats that plugins bring.
-    return sorted(names, key=lambda n: (n == REFERENCE.name, n))
+    return sorted(names, key=lambda n: (n == points.REFERENCE.name, n))
 
 
 def _judge(registry: Registry) -> None:
@@ -223,72 +177,25 @@ def _judge(registry: Registry) -> None:
         if failure is not None and failure.breach:
             raise failure.error()
         if failure is not None:
-            _warn(failure)
+            warn(failure)
     problems = list(problems_of_settings(registry))
     if problems:
         raise SettingsError("\n".join(problems))
 
 
-_WARNED: set[str] = set()
-
-
-def _warn(failure: Failure) -> None:
-    text = str(failure.error())
-    if text not in _WARNED:
-        _WARNED.add(text)
-        log.warning("%s; it is left out, `kimi-hal doctor` says more", text)
-
-
-def _duplicate(first: EntryPoint, second: EntryPoint) -> Failure:
-    where = [f"{_distribution(p) or 'kimi-hal'} ({p.value})" for p in (first, second)]
-    message = f"two plugins have this name, {where[0]} and {where[1]}; uninstall one of them"
-    return Failure(first.name, message, breach=True)
-
-
-def _distribution(point: EntryPoint) -> str:
-    return f"{point.dist.name} {point.dist.version}" if point.dist else ""
-
-
-def _attempt(plugin: str, what: str, call: Callable[[], T]) -> T:
-    """Call a plugin's code; whatever it raises, even SystemExit, becomes a Failure."""
-    try:
-        return call()
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        text = f"{what} raised {type(error).__name__}: {error}".rstrip(": ")
-        raise BrokenError(Failure(plugin, text + _skew(plugin, error), traceback.format_exc())) from error
-
-
-def _skew(plugin: str, error: BaseException) -> str:
-    """Say which kimi-hal a plugin was written for, when what it misses is ours."""
-    if not (isinstance(error, ImportError) and (error.name or "").startswith("kimi_hal.")):
-        return ""
-    points = importlib.metadata.entry_points(group=GROUP, name=plugin)
-    requires = [r for p in points if p.dist for r in p.dist.requires or () if r.startswith("kimi-hal")]
-    wish = f", and {_distribution(next(iter(points)))} requires {requires[0]}" if requires else ""
-    return f"; this is kimi-hal {__version__}{wish}"
-
-
-def _require(plugin: str, problems: Iterable[str], breach: bool = False) -> None:
-    found = _attempt(plugin, "checking it", lambda: list(problems))
-    if found:
-        raise BrokenError(Failure(plugin, "; ".join(found), breach=breach))
-
-
 def _loaded(point: EntryPoint) -> Loaded:
     """Load one entry point: import it, ask its hook, check every declaration."""
     name = point.name
-    _require(name, validation.name_problems(name))
-    module = _attempt(name, f"importing {point.value}", point.load)
-    _require(name, hooks.problems(module), breach=True)
-    backend = _attempt(name, f"{hooks.HOOK}()", lambda: hooks.ask(module, name))
-    _require(name, validation.backend_problems(name, backend))
+    require(name, validation.name_problems(name))
+    module = attempt(name, f"importing {point.value}", point.load)
+    require(name, hooks.problems(module), breach=True)
+    backend = attempt(name, f"{hooks.HOOK}()", lambda: hooks.ask(module, name))
+    require(name, validation.backend_problems(name, backend))
     if backend.formats is not None:
-        _attempt(name, backend.formats, lambda: _register_formats(backend.formats))
-    declared = _attempt(name, backend.implementations, lambda: resolve(backend.implementations))
-    _require(name, validation.implementations_problems(declared))
-    return Loaded(backend, declared, _distribution(point))
+        attempt(name, backend.formats, lambda: _register_formats(backend.formats))
+    declared = attempt(name, backend.implementations, lambda: resolve(backend.implementations))
+    require(name, validation.implementations_problems(declared))
+    return Loaded(backend, declared, points.distribution(point))
 
 
 def _register_formats(where: str) -> None:
@@ -299,8 +206,8 @@ def _register_formats(where: str) -> None:
 
 
 def _probe(backend: Backend) -> Probe:
-    probe: Probe = _attempt(backend.name, backend.probe, lambda: resolve(backend.probe)())
-    _require(backend.name, (f"{backend.probe}: {p}" for p in validation.probe_problems(probe)))
+    probe: Probe = attempt(backend.name, backend.probe, lambda: resolve(backend.probe)())
+    require(backend.name, (f"{backend.probe}: {p}" for p in validation.probe_problems(probe)))
     return probe
 
 

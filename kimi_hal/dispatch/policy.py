@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from kimi_hal.dispatch import loader
+from kimi_hal.dispatch import loader, points
 from kimi_hal.dispatch.loader import Registry
 from kimi_hal.errors import FrozenError
 from kimi_hal.log import configure
@@ -71,8 +70,7 @@ def registry(wanted: Settings) -> Registry:
     if _frozen is not None:
         _compare(_frozen.settings.variables(), wanted.variables())
         return _frozen.registry
-    points = importlib.metadata.entry_points(group=loader.GROUP)
-    return _loaded(wanted, tuple((p.name, p.value) for p in points))
+    return _loaded(wanted, tuple((p.name, p.value) for p in points.found()))
 
 
 def thaw() -> None:
@@ -83,7 +81,7 @@ def thaw() -> None:
 
 
 @lru_cache(maxsize=8)
-def _loaded(wanted: Settings, points: tuple[tuple[str, str], ...]) -> Registry:
+def _loaded(wanted: Settings, installed: tuple[tuple[str, str], ...]) -> Registry:
     return loader.load(wanted)
 
 

@@ -24,6 +24,7 @@ from kimi_hal.dispatch.contract import (
 )
 from kimi_hal.dispatch.hookspecs import hookimpl
 from kimi_hal.dispatch.loader import load, resolve
+from kimi_hal.dispatch.points import GROUP, installed
 from kimi_hal.errors import PluginError, SettingsError, UnknownNameError
 from kimi_hal.settings import Settings
 
@@ -95,7 +96,7 @@ def test_whatever_the_hook_raises_is_shown_when_named(plugins, error, text):
 
 
 def test_what_importing_raises_is_shown_when_named(plugins, monkeypatch):
-    plugins.points.append(EntryPoint("acme", "acme_is_not_installed.plugin", loader.GROUP))
+    plugins.points.append(EntryPoint("acme", "acme_is_not_installed.plugin", GROUP))
     assert refused() == (
         "plugin 'acme': importing acme_is_not_installed.plugin raised ModuleNotFoundError: "
         "No module named 'acme_is_not_installed'"
@@ -140,7 +141,7 @@ def test_a_plugin_that_cannot_even_be_looked_at_is_kept(plugins):
             raise RuntimeError("no entry")
 
     plugins.module("acme", plugin=Odd())
-    plugins.points[0] = EntryPoint("acme", "fake_acme:plugin", loader.GROUP)
+    plugins.points[0] = EntryPoint("acme", "fake_acme:plugin", GROUP)
     assert load(AUTO).failures["acme"].message == "checking it raised RuntimeError: no entry"
 
 
@@ -160,7 +161,7 @@ def test_without_strict_a_named_failure_is_only_kept(plugins, caplog):
 @pytest.mark.parametrize("settings", [AUTO, ACME])
 def test_two_plugins_of_one_name_are_an_error(plugins, settings):
     plugins.add("acme")
-    plugins.points.append(EntryPoint("acme", "other_acme.plugin", loader.GROUP))
+    plugins.points.append(EntryPoint("acme", "other_acme.plugin", GROUP))
     assert refused(settings) == (
         "plugin 'acme': two plugins have this name, kimi-hal (fake_acme) and kimi-hal (other_acme.plugin); "
         "uninstall one of them"
@@ -170,12 +171,12 @@ def test_two_plugins_of_one_name_are_an_error(plugins, settings):
 def test_two_plugins_of_another_name_do_not_stand_in_the_way(plugins):
     plugins.add("acme")
     plugins.add("zeta")
-    plugins.points.append(EntryPoint("zeta", "other_zeta.plugin", loader.GROUP))
+    plugins.points.append(EntryPoint("zeta", "other_zeta.plugin", GROUP))
     assert sorted(load(ACME).backends) == ["acme", "reference"]
 
 
 def test_a_plugin_may_not_be_called_reference(plugins):
-    plugins.points.append(EntryPoint("reference", "fake_reference", loader.GROUP))
+    plugins.points.append(EntryPoint("reference", "fake_reference", GROUP))
     assert refused(AUTO) == (
         "plugin 'reference': two plugins have this name, kimi-hal (kimi_hal.reference.plugin) and kimi-hal "
         "(fake_reference); uninstall one of them"
@@ -266,10 +267,24 @@ def test_a_name_that_cannot_stand_in_a_variable_is_an_error(plugins, name, sente
 
 
 def test_a_missing_module_of_ours_names_both_versions(plugins):
-    plugins.points.append(EntryPoint("acme", "kimi_hal.of_the_future", loader.GROUP))
+    plugins.points.append(EntryPoint("acme", "kimi_hal.of_the_future", GROUP))
     assert refused() == (
         "plugin 'acme': importing kimi_hal.of_the_future raised ModuleNotFoundError: No module named "
         "'kimi_hal.of_the_future'; this is kimi-hal 0.1.0"
+    )
+
+
+def test_a_missing_module_of_ours_names_what_the_distribution_asks_for(tmp_path, monkeypatch):
+    info = tmp_path / "acme_hal-9.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: acme-hal\nVersion: 9.0\nRequires-Dist: kimi-hal<0.3,>=0.2\n"
+    )
+    (info / "entry_points.txt").write_text("[kimi_hal]\nacme = kimi_hal.of_the_future\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert refused() == (
+        "plugin 'acme': importing kimi_hal.of_the_future raised ModuleNotFoundError: No module named "
+        "'kimi_hal.of_the_future'; this is kimi-hal 0.1.0, and acme-hal 9.0 requires kimi-hal<0.3,>=0.2"
     )
 
 
@@ -630,7 +645,7 @@ def test_resolve_says_what_is_wrong(name, sentence):
 def test_installed_names_plugins_without_loading_them(plugins):
     plugins.module("zeta")
     plugins.module("acme")
-    assert loader.installed() == ("acme", "zeta")
+    assert installed() == ("acme", "zeta")
 
 
 def test_loading_and_probing_everything_imports_no_torch():

@@ -14,7 +14,7 @@ import pytest
 from fake_plugins import FP8, GONE, LIMITS, SPEC, capability, implementation
 
 from kimi_hal import settings as variables
-from kimi_hal.dispatch import loader, policy
+from kimi_hal.dispatch import loader, points, policy
 from kimi_hal.dispatch.contract import Capability, Preference, Probe, Properties, TensorCap
 from kimi_hal.dispatch.explain import explain
 from kimi_hal.dispatch.hookspecs import hookimpl
@@ -146,7 +146,7 @@ def test_fault_25_a_plugin_for_another_version_is_refused_readably(plugins):
     assert refused(PluginError, Settings(backend="acme")) == (
         "plugin 'acme': it was written for plugin API 2, this kimi-hal has API 1; install a newer kimi-hal"
     )
-    plugins.points[:] = [EntryPoint("acme", "kimi_hal.not_yet", loader.GROUP)]
+    plugins.points[:] = [EntryPoint("acme", "kimi_hal.not_yet", points.GROUP)]
     assert refused(PluginError, Settings(backend="acme")) == (
         "plugin 'acme': importing kimi_hal.not_yet raised ModuleNotFoundError: No module named "
         "'kimi_hal.not_yet'; this is kimi-hal 0.1.0"
