@@ -72,7 +72,8 @@ class Meeting:
         self._calls[rank] += 1
         if self.faults.dead.get(rank, number + 1) <= number:
             raise _Dead
-        time.sleep(self.faults.late.get(rank, 0.0))
+        if rank in self.faults.late:
+            time.sleep(self.faults.late[rank])
         with self._changed:
             self._await(self._before(rank, number), number, offer)
             self._offers.setdefault(number, {})[rank] = offer
