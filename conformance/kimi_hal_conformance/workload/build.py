@@ -28,6 +28,8 @@ LAYER = 2
 #: for a place in the window of 510 tokens, which means nothing in a longer text.
 HEADS = (4, 6, 9, 10)
 LIMIT = 12 << 20
+#: Changes when the same parameters would give other contents.
+RECIPE = 1
 
 
 def activations(tokens: int = TOKENS, seed: int = SEED, folder: Path | None = None) -> Path:
@@ -61,6 +63,7 @@ def activations(tokens: int = TOKENS, seed: int = SEED, folder: Path | None = No
 def _parameters(tokens: int, seed: int, corpus: Corpus) -> dict[str, str | int]:
     return {
         "format": file.FORMAT,
+        "recipe": RECIPE,
         "model": package.version(),
         "text_sha256": corpus.sha256,
         "tokens": tokens,
