@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "plan": ("kimi_hal.dispatch.plan", "plan"),
     "Plan": ("kimi_hal.dispatch.plan", "Plan"),
+    "dump_plans": ("kimi_hal.dispatch.plan", "dump_plans"),
     "load_plans": ("kimi_hal.dispatch.plan", "load_plans"),
     "freeze": ("kimi_hal.dispatch.policy", "freeze"),
     "explain": ("kimi_hal.dispatch.explain", "explain"),

@@ -7,14 +7,17 @@ import os
 import pytest
 from fake_plugins import Plugins
 
-from kimi_hal.dispatch import policy
+from kimi_hal.dispatch import convenience, policy
+from kimi_hal.dispatch.table import PLANS
 
 
 @pytest.fixture
 def plugins(monkeypatch):
-    """No plugin is installed but those that the test adds; no ``KIMI_HAL_*`` variable is set."""
+    """No plugin is installed but those that the test adds, no ``KIMI_HAL_*`` variable is set, no plan is kept."""
     for name in list(os.environ):
         if name.startswith("KIMI_HAL_"):
             monkeypatch.delenv(name)
+    PLANS.clear()
+    convenience.forget()
     yield Plugins(monkeypatch)
     policy.thaw()

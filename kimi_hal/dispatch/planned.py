@@ -146,7 +146,7 @@ class Plan:
         if where is not None:
             made: list[Tensor] = resolve(where)(self.built.context, donate=donate, **checkpoint)
             return made
-        if "weights" not in self.operator.signature.parameters:
+        if not self.operator.takes_weights:
             raise PlanError(f"{self.operator.name} takes no weights: pass its operands to plan.run")
         raise PluginError(
             self.choice.backend.name,

@@ -56,7 +56,7 @@ def refusal(op: Operator, chosen: Implementation, reference: Implementation) -> 
     if op.listed:
         return "its result is the implementation's own format"
     same = chosen.weights_format is not None and chosen.weights_format == reference.weights_format
-    if "weights" in op.args and not same:
+    if op.takes_weights and not same:
         return f"the reference cannot read weights in {chosen.weights_format or 'a format without a name'}"
     if "records" in op.args and not op.args["records"].mutated and chosen.records != reference.records:
         return f"the reference cannot read records in {chosen.records}"

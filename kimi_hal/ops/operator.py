@@ -123,6 +123,11 @@ class Operator:
         return bool(self.parts)
 
     @property
+    def takes_weights(self) -> bool:
+        """Tell whether a call takes the list that an implementation made of a checkpoint (``plan.weights``)."""
+        return "weights" in self.args and self.args["weights"].many
+
+    @property
     def binding_order(self) -> tuple[tuple[str, Arg], ...]:
         """Return the arguments, those with a bounded dimension last: what bounds it must be known by then."""
         return tuple(sorted(self.args.items(), key=lambda item: any(b in item[1].shape for b in BOUNDS)))

@@ -45,7 +45,7 @@ def implementation(op: Operator) -> Implementation:
         name="torch",
         build="kimi_hal.reference.backend:build",
         capabilities=tuple(Capability(("*",), c, properties=properties) for c in coverage(op.spec_type)),
-        weights="kimi_hal.reference.weights:weights" if "weights" in op.args else None,
+        weights="kimi_hal.reference.weights:weights" if op.takes_weights else None,
         size="kimi_hal.reference.sizes:sizes",
         source=("kimi_hal/reference/*.py", "kimi_hal/ops/*.py", "kimi_hal/formats/*.py"),
         records=RECORDS if op.name in ("kda_verify", "kda_commit") else None,
