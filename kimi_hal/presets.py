@@ -46,6 +46,11 @@ class Deployment:
     expert_offset: int = 0
     model: Model = K3_1_PRO
 
+    @property
+    def sharded_index(self) -> bool:
+        """Tell whether each rank holds only its own index keys, so that selections are merged."""
+        return self.dcp.world > 1 and self.dcp.index == "sharded"
+
     def specs(self) -> dict[str, Spec]:
         """Return the Spec of every operator, by operator name."""
         return dict(self._specs())
@@ -73,7 +78,7 @@ class Deployment:
         yield "sparse_mla", attend
         parts = MergeSpec(parts=max(2, self.dcp.world), num_heads=self.model.heads(self.tp))
         yield "merge_attn_states", parts
-        merged = merge if self.dcp.world > 1 else None
+        merged = merge if self.sharded_index else None
         yield "dsa_decode", DSASpec(query=query, indexer=select, attn=attend, merge=merged)
 
     def indexer_topk(self) -> IndexerTopKSpec:
@@ -84,7 +89,7 @@ class Deployment:
             topk=self.model.topk,
             dcp=self.dcp,
             ordered=True,
-            return_selected=self.dcp.world > 1,
+            return_selected=self.sharded_index,
         )
 
     def sparse_mla(self) -> SparseMLASpec:
@@ -95,8 +100,8 @@ class Deployment:
             page=self.page,
             topk=self.model.topk,
             softmax_scale=self.model.softmax_scale,
-            index_space="local" if self.dcp.world > 1 else "position",
-            has_index_len=self.dcp.world > 1,
+            index_space="local" if self.sharded_index else "position",
+            has_index_len=self.sharded_index,
             dcp=self.dcp,
         )
 
