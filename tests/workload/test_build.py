@@ -135,9 +135,10 @@ def run(*arguments: str) -> int:
     pytest.importorskip("click", reason="click is not installed: the command line's own library")
     from kimi_hal_conformance.workload.cli import main
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["workload", *arguments])
-        main()
+        with pytest.raises(SystemExit) as ended:
+            main()
     return int(ended.value.code or 0)
 
 
