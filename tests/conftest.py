@@ -17,7 +17,12 @@ def plugins(monkeypatch):
     for name in list(os.environ):
         if name.startswith("KIMI_HAL_"):
             monkeypatch.delenv(name)
+    _forget()
+    yield Plugins(monkeypatch)
+    _forget()  # else a later test would meet a plan of a plugin that is gone
+
+
+def _forget():
     PLANS.clear()
     convenience.forget()
-    yield Plugins(monkeypatch)
     policy.thaw()
