@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,9 +73,10 @@ def merge(
     interleave: int = 1,
     *,
     faults: Any = None,
+    make: Callable[[TopKMergeSpec, Group], Callable[..., Any]] | None = None,
     **fields: Any,
 ) -> Merged:
-    """Select on every rank from its share and merge."""
+    """Select on every rank from its share and merge, by the reference or by what ``make`` returns."""
     dtype = str(scores.dtype).removeprefix("torch.")
     fields.setdefault("return_global", fields.get("protocol") != "scores_only")
     result = Merged(world, interleave)
@@ -83,7 +86,8 @@ def merge(
         select = TopKSpec(topk=k, score=dtype, scores_dtype=dtype, return_selected=True, dcp=dcp)
         index, chosen = reference.topk_select(select, share(scores, dcp), row_len)
         spec = TopKMergeSpec(dcp=dcp, topk=k, score=dtype, **fields)
-        done = reference.topk_merge(spec, chosen.to(scores.dtype), index, row_len, group=group)
+        run = make(spec, group) if make else partial(reference.topk_merge, spec, group=group)
+        done = run(chosen.to(scores.dtype), index, row_len)
         return (*done, group.bytes_sent)
 
     for local, count, everyones, sent in LoopbackGroup.run(world, one_rank, faults=faults):

@@ -5,6 +5,8 @@ A rank's candidates are ordinals ``[T, k]`` (``selection.py``) with local positi
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -30,6 +32,17 @@ def full(spec: TopKMergeSpec, ordinals: Tensor, local: Tensor, group: Group) -> 
 
 def compact(spec: TopKMergeSpec, ordinals: Tensor, local: Tensor, row_len: Tensor, group: Group) -> Tensor:
     """Send the best few candidates in 32 bits each, then in full the rows that they may not decide."""
+    won, again = best_few(spec, ordinals, local, row_len, group)
+    rows = again.nonzero()[:, 0]
+    if rows.numel():  # the same on every rank, since all have decoded the same messages
+        won[rows] = full(spec, ordinals[rows], local[rows], group)
+    return won
+
+
+def best_few(
+    spec: TopKMergeSpec, ordinals: Tensor, local: Tensor, row_len: Tensor, group: Group
+) -> tuple[Tensor, Tensor]:
+    """Send the best few candidates; return the winners among them, and bool ``[T]``: may they be wrong."""
     beyond = row_len > candidates.CONTEXT
     held = (local >= 0).sum(dim=1)
     kept = torch.where(beyond[:, None], -1, local)
@@ -39,11 +52,7 @@ def compact(spec: TopKMergeSpec, ordinals: Tensor, local: Tensor, row_len: Tenso
     scores, positions, holds = candidates.unpack(everyone, count)
     key = selection.keys(scores, globally(positions, spec.dcp))
     best = selection.best(side_by_side(key), spec.topk)
-    again = (beyond | undecided(key, best, holds)).nonzero()[:, 0]
-    won = winners(best)
-    if again.numel():  # the same on every rank, since all have decoded the same messages
-        won[again] = full(spec, ordinals[again], local[again], group)
-    return won
+    return winners(best), beyond | undecided(key, best, holds)
 
 
 def undecided(key: Tensor, best: Tensor, held: Tensor) -> Tensor:
@@ -61,25 +70,61 @@ def undecided(key: Tensor, best: Tensor, held: Tensor) -> Tensor:
     return (more & (last >= best[:, -1])).any(dim=0)
 
 
+@dataclass(frozen=True)
+class Cut:
+    """What the shared threshold of ``scores_only`` says.
+
+    Attributes:
+        above: bool ``[T, k]``, this rank's candidates that win in any case.
+        tied: bool ``[T, k]``, those that equal the threshold.
+        ties: ``[W, T]``, how many tied ones each rank has; the same on every rank.
+        wanted: ``[T]``, how many of all ranks' ties win, at least 1; the same on every rank.
+    """
+
+    above: Tensor
+    tied: Tensor
+    ties: Tensor
+    wanted: Tensor
+
+    @property
+    def split(self) -> Tensor:
+        """Tell in which rows ties straddle the cut, bool ``[T]``."""
+        return self.ties.sum(dim=0) > self.wanted
+
+    @property
+    def needed(self) -> Tensor:
+        """Return how many tied positions some rank must send, ``[T]``."""
+        return torch.minimum(self.ties, self.wanted).amax(dim=0)
+
+
 def scores_only(spec: TopKMergeSpec, ordinals: Tensor, local: Tensor, group: Group) -> Tensor:
     """Send ordinals alone and apply the shared threshold; return this rank's winners, ascending, then −1."""
+    cut = threshold(spec, ordinals, local, group)
+    tied, rows = cut.tied, cut.split.nonzero()[:, 0]
+    if rows.numel():  # the same on every rank, as are ties and wanted
+        width = int(cut.needed[rows].max())
+        tied[rows] &= among_first(spec, local[rows], tied[rows], cut.wanted[rows], width, group)
+    return selection.ascending(torch.where(cut.above | tied, local, -1))
+
+
+def threshold(spec: TopKMergeSpec, ordinals: Tensor, local: Tensor, group: Group) -> Cut:
+    """Send ordinals alone; find the k-th of all and what it leaves open."""
     none, short = NO_ORDINAL, spec.score == "bfloat16"
     if short:
         none, ordinals = NO_NARROW, selection.narrow(ordinals)
     mine = torch.where(local >= 0, ordinals, none)
     everyone = group.all_gather(mine.to(torch.int16 if short else torch.int32)).int()
     cut = side_by_side(everyone).topk(spec.topk, dim=1).values[:, -1:]
-    wanted = spec.topk - (everyone > cut).sum(dim=(0, 2))
-    ties = ((everyone == cut) & (everyone != none)).sum(dim=2)
-    tied = (mine == cut) & (local >= 0)
-    split = (ties.sum(dim=0) > wanted).nonzero()[:, 0]
-    if split.numel():  # the same on every rank, as are ties and wanted
-        tied[split] &= among_first(spec, local[split], tied[split], ties[:, split], wanted[split], group)
-    return selection.ascending(torch.where((mine > cut) | tied, local, -1))
+    return Cut(
+        above=mine > cut,
+        tied=(mine == cut) & (local >= 0),
+        ties=((everyone == cut) & (everyone != none)).sum(dim=2),
+        wanted=spec.topk - (everyone > cut).sum(dim=(0, 2)),
+    )
 
 
 def among_first(
-    spec: TopKMergeSpec, local: Tensor, tied: Tensor, ties: Tensor, wanted: Tensor, group: Group
+    spec: TopKMergeSpec, local: Tensor, tied: Tensor, wanted: Tensor, width: int, group: Group
 ) -> Tensor:
     """Exchange tied positions and tell which of this rank's are among the ``wanted`` smallest of all.
 
@@ -87,12 +132,11 @@ def among_first(
         spec: the merge.
         local: ``[R, k]`` local positions of rows whose ties straddle the cut.
         tied: ``[R, k]``, which of them are tied.
-        ties: ``[W, R]``, how many each rank has.
-        wanted: ``[R]``, how many of all ranks' ties win, at least 1.
+        wanted: ``[R]``, how many of all ranks' ties win.
+        width: how many positions each rank sends; at least ``Cut.needed``.
         group: the ranks.
     """
     position = torch.where(tied, ownership.position(local, spec.dcp), -1)
-    width = int(torch.minimum(ties, wanted).max())
     everyone = group.all_gather(selection.ascending(position)[:, :width].int()).long()
     bound = selection.ascending(side_by_side(everyone)).gather(1, wanted[:, None] - 1)
     return position <= bound

@@ -61,10 +61,7 @@ def _merge(
     spec: TopKMergeSpec, scores: Tensor, indices: Tensor, row_len: Tensor, group: Group | None
 ) -> tuple[Tensor, Tensor]:
     """Return this rank's winners as local positions and, unless ids stay local, all winners as global ones."""
-    keys = ownership.local_length(row_len, ownership.of_keys(spec.dcp))
-    index = indices.long()
-    index = torch.where(index < keys[:, None], index, -1).clamp(min=-1)
-    ordinals = selection.ordinal(scores)
+    ordinals, index = candidates(spec, scores, indices, row_len)
     if group is None:
         winners = selection.ascending(index)
     elif spec.protocol == "scores_only":
@@ -74,5 +71,19 @@ def _merge(
         winners = protocols.compact(spec, ordinals, index, row_len, group)
     else:
         winners = protocols.full(spec, ordinals, index, group)
-    own = (winners >= 0) & (ownership.owner(winners, spec.dcp) == spec.dcp.rank)
-    return selection.ascending(torch.where(own, ownership.local(winners, spec.dcp), -1)), winners
+    return own(spec, winners), winners
+
+
+def candidates(
+    spec: TopKMergeSpec, scores: Tensor, indices: Tensor, row_len: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return ordinals and int64 local positions of this rank's candidates, −1 where there is none."""
+    keys = ownership.local_length(row_len, ownership.of_keys(spec.dcp))
+    index = indices.long()
+    return selection.ordinal(scores), torch.where(index < keys[:, None], index, -1).clamp(min=-1)
+
+
+def own(spec: TopKMergeSpec, winners: Tensor) -> Tensor:
+    """Return which of all winners this rank owns, as ascending local positions, then −1."""
+    mine = (winners >= 0) & (ownership.owner(winners, spec.dcp) == spec.dcp.rank)
+    return selection.ascending(torch.where(mine, ownership.local(winners, spec.dcp), -1))
