@@ -39,22 +39,30 @@ def exchange_heads(group: Group, out: Tensor, lse: Tensor, how: str = "a2a") -> 
     if how == "ag_rs":
         mine = slice(rank * out.shape[1] // world, (rank + 1) * out.shape[1] // world)
         return group.all_gather(out)[:, :, mine].contiguous(), group.all_gather(lse)[:, :, mine].contiguous()
-    pieces = [torch.stack(x.chunk(world, dim=1)) for x in (out, lse)]
-    if not out.numel():
-        return pieces[0], pieces[1]
-    message = torch.cat([_bytes(piece) for piece in pieces], dim=1)
-    received, start = group.all_to_all(message), 0
+    outs, lses = swap(group, *(torch.stack(x.chunk(world, dim=1)) for x in (out, lse)))
+    return outs, lses
+
+
+def swap(group: Group, *pieces: Tensor) -> tuple[Tensor, ...]:
+    """Exchange several ``[W, …]`` in one message: ``x[i]`` goes to rank i, ``result[j]`` came from rank j.
+
+    Each piece stands at a multiple of 16 bytes in the message, so that a result is a view of it: its
+    ``stride(0)`` is free, the rest is contiguous. Without any bytes nothing is sent.
+    """
+    if not any(piece.numel() for piece in pieces):
+        return pieces
+    received, start = group.all_to_all(torch.cat([_bytes(piece) for piece in pieces], dim=1)), 0
     results = []
     for piece in pieces:
         flat = received[:, start : start + piece[0].nbytes]
         results.append(flat.view(piece.dtype).view(piece.shape))
         start += _padded(piece[0].nbytes)
-    return results[0], results[1]
+    return tuple(results)
 
 
 def _bytes(piece: Tensor) -> Tensor:
-    """Return ``[W, bytes]`` of a contiguous ``[W, ...]``, each row padded to the alignment."""
-    flat = piece.flatten(1).view(torch.uint8)
+    """Return ``[W, bytes]`` of ``[W, ...]``, each row padded to the alignment."""
+    flat = piece.contiguous().flatten(1).view(torch.uint8)
     return torch.nn.functional.pad(flat, (0, _padded(flat.shape[1]) - flat.shape[1]))
 
 
