@@ -80,6 +80,10 @@ class FormatError(KimiHalError, ValueError):
     """Bytes, a tensor or a checkpoint shard that is not in the format it was said to be."""
 
 
+class CacheError(KimiHalError, ValueError):
+    """A packed cache that cannot be planned, paired, addressed or moved as asked."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the closest known name, or an empty string.
 
