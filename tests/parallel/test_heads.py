@@ -73,7 +73,7 @@ def test_switched_off_results_cost_nothing() -> None:
     shards = Shards.pieces([8], 2)
 
     def rank(group: Group) -> tuple[tuple[int, ...], int]:
-        out, lse = to_heads(group, shards, 8, torch.zeros(4, 2, 6), torch.zeros(4, 2, 0))
+        _, lse = to_heads(group, shards, 8, torch.zeros(4, 2, 6), torch.zeros(4, 2, 0))
         return tuple(lse.shape), group.bytes_sent
 
     assert LoopbackGroup.run(2, rank) == [((8, 1, 0), 4 * 6 * 4)] * 2
