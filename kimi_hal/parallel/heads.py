@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from kimi_hal.parallel.exchange import swap
@@ -36,6 +37,5 @@ def to_heads(group: Group, shards: Shards, rows: int, *parts: Tensor) -> tuple[T
     Returns:
         ``[rows, H, …]`` each, this rank's heads of all tokens.
     """
-    world = group.size()
-    sent = (part.unflatten(1, (world, -1)).transpose(0, 1) for part in parts)
+    sent = (torch.stack(part.chunk(group.size(), dim=1)) for part in parts)
     return tuple(shards.restore(part, rows) for part in swap(group, *sent))
