@@ -1,21 +1,24 @@
-"""How wrong an answer may be: in units of the error that nobody can avoid.
+"""How wrong an answer may be: in units of the errors that nobody can avoid.
 
-Two unavoidable errors are measured on the very operands of the case, against the float64 oracle x:
+They are measured on the very operands of the case, against the float64 oracle x:
 
 * rounding ``r``: the correctly rounded result, x rounded once to the output's dtype;
-* accumulation ``a``: the float32 reference before that rounding.
+* accumulation ``a``: the float32 reference before that rounding;
+* inner ``i``: x with the roundings that the operator's contract admits inside it made once each
+  (``roundings.py``); 0 where it admits none.
 
-The budget allows ``√((1.5·r)² + (10·a)²)`` for the root mean square error, ``2.5·r + 20·a`` for the largest.
-A kernel that rounds its probabilities to bfloat16 measures 1.01–1.24 r and 1.16–1.18 r; the cheapest real fault
-measured 1.7 r and 3.5 r (both with bfloat16 outputs). The reference sums pairwise or in blocks; a kernel that
-sums 2,048 terms one after another errs by 7 a (measured in ``tests/conformance/test_budget.py``), and no order is
-worse. No tolerance is written by hand for an operator.
+The budget allows ``√((1.5·r)² + (10·a)² + (1.5·i)²)`` for the root mean square error and
+``2.5·r + 20·a + 2.5·i`` for the largest. A kernel that rounds its probabilities to bfloat16 measures 1.01–1.24 r
+and 1.16–1.18 r; the cheapest real fault measured 1.7 r and 3.5 r (both with bfloat16 outputs). The reference
+sums pairwise or in blocks; a kernel that sums 2,048 terms one after another errs by 7 a (measured in
+``tests/conformance/test_budget.py``), and no order is worse. No tolerance is written by hand for an operator.
 
 NaN and infinities must stand where the oracle, rounded, has them.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -25,25 +28,31 @@ from kimi_hal_conformance.verdict import Measure
 
 ROUNDING_NORM, ROUNDING_MAX = 1.5, 2.5
 ACCUMULATION_NORM, ACCUMULATION_MAX = 10.0, 20.0
+INNER_NORM, INNER_MAX = 1.5, 2.5
 
 
 @dataclass(frozen=True)
 class Unit:
-    """The unavoidable error of one tensor: root mean square and largest."""
+    """An unavoidable error of one tensor: root mean square and largest."""
 
     norm: float
     maximum: float
 
 
+NONE = Unit(0.0, 0.0)
+
+
 def unit(approximate: Tensor, exact: Tensor, finite: Tensor) -> Unit:
     """Measure an approximation against the oracle over the finite entries."""
-    error = (approximate.double() - exact)[finite]
+    error = approximate.double() - exact
+    if not bool(finite.all()):
+        error = error[finite]
     if not error.numel():
-        return Unit(0.0, 0.0)
+        return NONE
     return Unit(float(error.square().mean().sqrt()), float(error.abs().max()))
 
 
-def compare(name: str, got: Tensor, exact: Tensor, reference: Tensor) -> Measure:
+def compare(name: str, got: Tensor, exact: Tensor, reference: Tensor, inner: Tensor | None = None) -> Measure:
     """Judge one floating-point tensor.
 
     Args:
@@ -51,62 +60,80 @@ def compare(name: str, got: Tensor, exact: Tensor, reference: Tensor) -> Measure
         got: the implementation's result.
         exact: the oracle's, float64.
         reference: the float32 reference's, before rounding to ``got``'s dtype.
+        inner: the oracle's with the roundings made that the contract admits inside; ``None``: none.
     """
     if got.shape != exact.shape:
-        return Measure(
-            tensor=name, exact=False, problem=f"shape {list(got.shape)}, expected {list(exact.shape)}"
-        )
+        return wrong(name, f"shape {list(got.shape)}, expected {list(exact.shape)}")
     rounded = exact.to(got.dtype)
     if problem := _non_finite(got, rounded):
-        return Measure(tensor=name, exact=False, norm=float("inf"), maximum=float("inf"), problem=problem)
+        return wrong(name, problem)
     finite = torch.isfinite(rounded)
     error = unit(got, exact, finite)
     r, a = unit(rounded, exact, finite), unit(reference, exact, finite)
-    allowed = Unit(
-        ((ROUNDING_NORM * r.norm) ** 2 + (ACCUMULATION_NORM * a.norm) ** 2) ** 0.5,
-        ROUNDING_MAX * r.maximum + ACCUMULATION_MAX * a.maximum,
-    )
-    norm, maximum = _fraction(error.norm, allowed.norm), _fraction(error.maximum, allowed.maximum)
+    i = NONE if inner is None else unit(inner, exact, finite)
+    limit = allowed(r, a, i)
+    norm, maximum = _fraction(error.norm, limit.norm), _fraction(error.maximum, limit.maximum)
     problem = ""
     if norm > 1 or maximum > 1:
+        parts = f"rounding {r.norm:.3g}, accumulation {a.norm:.3g}" + (
+            f", inner {i.norm:.3g}" if i.norm else ""
+        )
         problem = (
             f"error {error.norm:.3g} rms and {error.maximum:.3g} at most is {norm:.3g} and {maximum:.3g} times "
-            f"its budget (rounding {r.norm:.3g}, accumulation {a.norm:.3g})"
+            f"its budget ({parts})"
         )
     return Measure(
         tensor=name,
         exact=False,
-        norm=norm,
-        maximum=maximum,
+        norm=_finite(norm),
+        maximum=_finite(maximum),
         rounding=r.norm,
         accumulation=a.norm,
+        inner=i.norm,
         problem=problem,
     )
 
 
+def allowed(r: Unit, a: Unit, i: Unit) -> Unit:
+    """Return the budget that follows from the unavoidable errors."""
+    return Unit(
+        math.hypot(ROUNDING_NORM * r.norm, ACCUMULATION_NORM * a.norm, INNER_NORM * i.norm),
+        ROUNDING_MAX * r.maximum + ACCUMULATION_MAX * a.maximum + INNER_MAX * i.maximum,
+    )
+
+
 def compare_exact(name: str, got: Tensor, expected: Tensor) -> Measure:
-    """Judge a discrete tensor: equal in every entry (floating point: bits, any NaN equals any NaN)."""
+    """Judge a discrete tensor: equal in every entry (any NaN equals any NaN, −0 equals +0)."""
     if got.shape != expected.shape or got.dtype != expected.dtype:
-        problem = f"{got.dtype} {list(got.shape)}, expected {expected.dtype} {list(expected.shape)}"
-        return Measure(tensor=name, exact=True, problem=problem)
+        dtype, wanted = (str(t.dtype).removeprefix("torch.") for t in (got, expected))
+        return wrong(name, f"{dtype} {list(got.shape)}, expected {wanted} {list(expected.shape)}", exact=True)
     same = got == expected
     if got.is_floating_point():
         same |= got.isnan() & expected.isnan()
     if bool(same.all()):
         return Measure(tensor=name, exact=True)
-    wrong = (~same).nonzero()
-    where = tuple(wrong[0].tolist())
+    differ = (~same).nonzero()
+    where = tuple(differ[0].tolist())
     problem = (
-        f"{wrong.shape[0]} of {same.numel()} entries differ; first at {list(where)}: "
+        f"{differ.shape[0]} of {same.numel()} entries differ; first at {list(where)}: "
         f"got {got[where].item()}, expected {expected[where].item()}"
     )
-    return Measure(tensor=name, exact=True, norm=float("inf"), maximum=float("inf"), problem=problem)
+    return wrong(name, problem, exact=True)
 
 
-def _fraction(error: float, allowed: float) -> float:
+def wrong(name: str, problem: str, exact: bool = False) -> Measure:
+    """Return the measure of a tensor of which no finite fraction of a budget can be said."""
+    return Measure(tensor=name, exact=exact, norm=None, maximum=None, problem=problem)
+
+
+def _fraction(error: float, limit: float) -> float:
     if error == 0.0:
         return 0.0
-    return error / allowed if allowed else float("inf")
+    return error / limit if limit else math.inf
+
+
+def _finite(fraction: float) -> float | None:
+    return fraction if math.isfinite(fraction) else None
 
 
 def _non_finite(got: Tensor, expected: Tensor) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from kimi_hal.errors import unknown
+from kimi_hal.errors import UnknownNameError, nearest
 from kimi_hal.ops.spec import Limits, Spec
 
 #: Operand name -> tensor, list of tensors, or scalar.
@@ -25,13 +26,16 @@ class Case:
     """One case of one operator.
 
     Args:
-        id: ``"sparse_mla/fp8/tp8/decode"``; stable, replayed by ``kimi-hal conformance run --case``.
+        id: ``"sparse_mla/tp8/top2048"``; stable, replayed by ``kimi-hal conformance run --case``.
+        operator: its name.
         spec: what is planned.
         limits: for how much.
         make: operands from a seeded CPU generator.
         quick: part of the quick profile.
+        small: part of the interp profile: an interpreter runs it in seconds.
         fault: class of ``docs/faults.md`` that the case reproduces, or 0.
         ranks: ranks of a loopback group; ``make`` then returns ``{"ranks": [operands of each rank]}``.
+        rank_specs: the Spec of each rank; empty: ``spec`` with the rank in every DCP inside it.
     """
 
     id: str
@@ -40,8 +44,10 @@ class Case:
     limits: Limits
     make: Make
     quick: bool = True
+    small: bool = False
     fault: int = 0
     ranks: int = 0
+    rank_specs: tuple[Spec, ...] = ()
 
 
 CASES: dict[str, Case] = {}
@@ -57,7 +63,10 @@ def add(cases: Iterable[Case]) -> None:
 def get(case_id: str) -> Case:
     """Return a case by id, or raise with the nearest id."""
     if case_id not in CASES:
-        raise unknown("case", case_id, CASES)
+        hint = nearest(case_id, CASES) or "."
+        raise UnknownNameError(
+            f"unknown case {case_id!r}{hint} `kimi-hal conformance cases` prints all {len(CASES)}"
+        )
     return CASES[case_id]
 
 
@@ -69,6 +78,4 @@ def generator(case: Case, seed: int) -> torch.Generator:
 
 def hash_text(text: str) -> int:
     """Return a stable 64-bit hash (Python's own is salted by process)."""
-    import hashlib
-
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")

@@ -8,6 +8,13 @@ import click
 from rich.console import Console
 
 from kimi_hal.errors import KimiHalError
+from kimi_hal.settings import EXECUTIONS
+
+
+class AskedError(click.ClickException):
+    """Something that does not exist was asked for: exit status 2, as for a wrong option."""
+
+    exit_code = 2
 
 
 @click.group()
@@ -19,50 +26,82 @@ def cli() -> None:
 @click.option("--backend", required=True, metavar="NAME", help="An installed backend.")
 @click.option(
     "--execution",
-    type=click.Choice(["native", "portable", "interpreted"]),
+    type=click.Choice(EXECUTIONS),
     default="native",
     show_default=True,
     help="How its kernels run.",
 )
-@click.option("--profile", type=click.Choice(["quick", "standard"]), default="quick", show_default=True)
+@click.option(
+    "--profile",
+    type=click.Choice(["interp", "quick", "standard"]),
+    help="Which cases; interp where kernels are interpreted, else quick.",
+)
 @click.option("--case", "only", multiple=True, metavar="ID", help="This case alone; may be repeated.")
+@click.option("--implementation", default="", metavar="NAME", help="This implementation alone.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the operands.")
-@click.option("--limit", type=float, metavar="SECONDS", help="Time limit of one case.")
 @click.option(
-    "--json", "json_path", type=click.Path(path_type=Path), metavar="FILE", help="Write the report as JSON."
+    "--limit", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="Limit of a case."
 )
-@click.option(
-    "--junitxml", type=click.Path(path_type=Path), metavar="FILE", help="Write the report as JUnit XML."
-)
+@click.option("--lanes", type=click.IntRange(min=1), metavar="N", help="Processes at once.")
+@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write JSON here.")
+@click.option("--junitxml", type=click.Path(dir_okay=False, path_type=Path), help="Write JUnit XML here.")
 @click.pass_context
 def run(
     ctx: click.Context,
     backend: str,
     execution: str,
-    profile: str,
+    profile: str | None,
     only: tuple[str, ...],
+    implementation: str,
     seed: int,
     limit: float | None,
+    lanes: int | None,
     json_path: Path | None,
     junitxml: Path | None,
 ) -> None:
-    """Run a backend's cases; the exit status is 0 only if all passed."""
+    """Run a backend's cases.
+
+    Exit status: 0, something ran and all of it passed; 1, something did not pass, or nothing ran; 2, what was
+    asked for does not exist.
+    """
     from kimi_hal_conformance import report as output
     from kimi_hal_conformance import suite
 
+    for path in filter(None, (json_path, junitxml)):
+        if not path.absolute().parent.is_dir():  # not after minutes of running
+            raise AskedError(f"cannot write {path}: there is no folder {path.parent}")
+    request = suite.Request(backend, execution, profile or "", only, implementation, seed, limit, lanes)
     console = Console()
-    request = suite.Request(backend, execution, profile, only, seed, limit)
     try:
         with console.status(f"{backend}: starting") as status:
             report = suite.run(request, lambda v: status.update(f"{v.implementation} {v.case}: {v.status}"))
     except KimiHalError as error:
-        raise click.ClickException(str(error)) from error
-    output.print_table(report, console)
+        raise AskedError(str(error)) from error
+    output.print_report(report, console)
     if json_path:
         output.write_json(report, json_path)
     if junitxml:
         output.write_junit(report, junitxml)
     ctx.exit(0 if report.ok else 1)
+
+
+@cli.command()
+@click.option("--operator", metavar="NAME", help="Of this operator alone.")
+def cases(operator: str | None) -> None:
+    """Print the ids of all cases, with the profiles that they are part of."""
+    from kimi_hal import ops
+    from kimi_hal_conformance.case import CASES
+    from kimi_hal_conformance.cases import load
+
+    load()
+    try:
+        wanted = None if operator is None else ops.get(operator).name
+    except KimiHalError as error:
+        raise AskedError(str(error)) from error
+    for case in CASES.values():
+        if wanted in (None, case.operator):
+            profiles = ["interp"] * case.small + ["quick"] * case.quick + ["standard"]
+            click.echo(f"{case.id}  {' '.join(profiles)}")
 
 
 if __name__ == "__main__":

@@ -63,6 +63,27 @@ def index_cache(g: torch.Generator, name: str, pages: int, live: Tensor) -> Tens
     return cache
 
 
+def near_ties(y: Tensor, slack: Tensor) -> Tensor:
+    """Tell which float64 values may round to either of two bfloat16 numbers, if they are wrong by ``slack``.
+
+    Where a bfloat16 result is an operand of what follows, such a value would turn a last bit of float32 into
+    a last bit of bfloat16. A case that has one proves nothing, so it draws again.
+    """
+    step = torch.ldexp(torch.ones_like(y), y.frexp().exponent - 8)
+    place = y / step
+    return (y != 0) & ((place - place.floor() - 0.5).abs() * step <= slack)
+
+
+def close_cut(scores: Tensor, k: int, slack: float = 1e-4) -> Tensor:
+    """Tell which rows of float64 scores have a best key behind the cut that is close to the last before it."""
+    if scores.shape[1] <= k:
+        return torch.zeros(scores.shape[0], dtype=torch.bool)
+    best = scores.sort(dim=1, descending=True).values
+    gap = best[:, k - 1] - best[:, k]
+    scale = scores.masked_fill(scores.isinf(), 0.0).abs().amax(dim=1)
+    return best[:, k].isfinite() & (gap <= slack * scale)
+
+
 def block_tables(g: torch.Generator, lengths: Sequence[int], page: int, pages: int, columns: int) -> Tensor:
     """Return block tables of shuffled, distinct pages; columns past a request's last page hold −1."""
     table = torch.full((len(lengths), columns), -1, dtype=torch.int32)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kimi_hal.dispatch.plan import plan
+from kimi_hal import ops
+from kimi_hal.dispatch.contract import BuildContext, Sizes
 from kimi_hal.ops.operator import Operator
 from kimi_hal.ops.spec import Limits, Spec
+from kimi_hal.reference import kda
 from kimi_hal.reference.backend import function
+from kimi_hal.reference.sizes import records_bytes
+from kimi_hal.reference.weights import weights
 from kimi_hal_conformance.case import Checkpoint
 
 
@@ -34,6 +38,16 @@ class Question:
     operands: Mapping[str, Any]
     group: Any = None
 
+    def use(self) -> Question:
+        """Return the call of ``moe_experts`` that tells whether prepared weights are right.
+
+        A case of ``prepare_moe_weights`` has the operands of that call beside its own.
+        """
+        own = self.op.args
+        checkpoint = Checkpoint({name: self.operands[name] for name in own})
+        used = {name: value for name, value in self.operands.items() if name not in own}
+        return replace(self, op=ops.get("moe_experts"), operands={**used, "weights": checkpoint})
+
 
 def answer(question: Question, dtype: torch.dtype) -> Answer:
     """Compute the answer in ``dtype`` on copies of the operands; nothing of the caller's changes.
@@ -47,7 +61,7 @@ def answer(question: Question, dtype: torch.dtype) -> Answer:
 def by_reference(question: Question, dtype: torch.dtype) -> Answer:
     """Ask the operator's reference function."""
     op = question.op
-    operands = {name: _copy(value, name in op.mutated, dtype) for name, value in question.operands.items()}
+    operands = copied(question, dtype)
     if isinstance(question.operands.get("weights"), Checkpoint):
         operands["weights"] = reference_weights(question)
     group = {"group": question.group} if op.grouped else {}
@@ -57,33 +71,52 @@ def by_reference(question: Question, dtype: torch.dtype) -> Answer:
     return Answer(outputs, buffers(op.mutated, operands))
 
 
+def copied(question: Question, dtype: torch.dtype) -> dict[str, Any]:
+    """Return copies of the operands, mutated floating-point buffers in ``dtype``."""
+    mutated = question.op.mutated
+    return {name: _copy(value, name in mutated, dtype) for name, value in question.operands.items()}
+
+
 def reference_weights(question: Question) -> list[Tensor]:
     """Return what the reference makes of a checkpoint."""
-    found = plan(
-        question.op.name,
-        question.spec,
+    context = BuildContext(
+        operator=question.op.name,
+        spec=question.spec,
         limits=question.limits,
         device="cpu",
-        implementation="reference.torch",
+        arch="",
+        sizes=Sizes(),
+        group=None,
+        persistent=None,
+        check=lambda **operands: None,
+        settings={},
     )
-    return list(found.weights(**question.operands["weights"]))
+    return weights(context, **question.operands["weights"])
+
+
+def prepared(question: Question, dtype: torch.dtype) -> Answer:
+    """Answer ``prepare_moe_weights`` by what its weights are good for."""
+    return answer(question.use(), dtype)
+
+
+def verified(question: Question, dtype: torch.dtype) -> Answer:
+    """Answer ``kda_verify`` with a records buffer that is long enough for the reference in ``dtype``."""
+    spec: Any = question.spec
+    width = records_bytes(spec, question.limits.rows_per_req, u_bytes=dtype.itemsize)
+    records = torch.zeros(question.limits.max_reqs, width, dtype=torch.uint8)
+    return by_reference(replace(question, operands={**question.operands, "records": records}), dtype)
 
 
 def committed(question: Question, dtype: torch.dtype) -> Answer:
     """Answer ``kda_commit`` without any record: convolve and run the accepted rows as if they were decoded."""
-    operands = {
-        name: _copy(value, name in ("conv_state", "state"), dtype)
-        for name, value in question.operands.items()
-    }
+    spec: Any = question.spec
+    mutated = ("conv_state", "state")
+    operands = {name: _copy(value, name in mutated, dtype) for name, value in question.operands.items()}
     rows, ends = accepted_rows(operands["cu_seqlens"], operands["accepted"])
     live = operands["state_ids"].where(operands["accepted"] > 0, -1)
     common = {"state_ids": live, "cu_seqlens": ends}
-    from kimi_hal.reference import kda
-
-    spec: Any = question.spec
-    mixed = kda.kda_conv(
-        spec, operands["x"][rows], operands["weight"], operands["conv_state"], **common, dtype=dtype
-    )
+    conv = (operands["x"][rows], operands["weight"], operands["conv_state"])
+    mixed = kda.kda_conv(spec, *conv, **common, dtype=dtype)
     q, k, v = mixed.bfloat16().view(rows.numel(), 3, spec.num_heads, spec.head_dim).unbind(1)
     gate = (operands["raw_g"][rows], operands["raw_beta"][rows], operands["A_log"], operands["dt_bias"])
     kda.kda_prefill(spec, q, k, v, *gate, operands["state"], **common, dtype=dtype)
@@ -98,7 +131,11 @@ def accepted_rows(cu_seqlens: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]
     return torch.tensor(rows, dtype=torch.int64), ends
 
 
-ORACLES: dict[str, Callable[[Question, torch.dtype], Answer]] = {"kda_commit": committed}
+ORACLES: Mapping[str, Callable[[Question, torch.dtype], Answer]] = {
+    "kda_commit": committed,
+    "kda_verify": verified,
+    "prepare_moe_weights": prepared,
+}
 
 
 def buffers(names: tuple[str, ...], operands: Mapping[str, Any]) -> dict[str, Tensor]:

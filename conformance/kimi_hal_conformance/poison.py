@@ -15,8 +15,14 @@ from kimi_hal.dispatch.device import CANARY
 from kimi_hal.dispatch.hookspecs import DeviceHooks
 
 GUARD = 4096
-#: What a workspace and an output hold before the call: every byte of a float32 or bfloat16 NaN.
+#: What a workspace and a floating-point output hold before the call: every byte of a NaN.
 FILL = 0xFF
+#: What an integer output holds: no number that means anything, least of all −1.
+FILL_INTEGER = 0x5B
+
+
+#: An integer of as many bytes, whatever the strides: bits are compared, so that NaN equals itself.
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Room:
@@ -39,11 +45,17 @@ class Room:
         return placed
 
     def output(self, name: str, shape: tuple[int, ...], dtype: str) -> Tensor:
-        """Return an output buffer full of ``FILL`` bytes between canaries."""
+        """Return an output buffer between canaries, full of what no result is."""
         buffer: Tensor = self.device.empty(shape, dtype, guard=GUARD)
         if buffer.numel():
-            buffer.view(torch.uint8).fill_(FILL)
+            buffer.view(torch.uint8).fill_(FILL if buffer.is_floating_point() else FILL_INTEGER)
         self.buffers[name] = buffer
+        return buffer
+
+    def scratch(self, name: str, size: int) -> Tensor:
+        """Return bytes for workspace, step metadata or records, full of NaN, between canaries."""
+        buffer: Tensor = self.device.empty((size,), "uint8", guard=GUARD)
+        self.buffers[name] = buffer.fill_(FILL)
         return buffer
 
     def _place(self, value: Tensor) -> Tensor:
@@ -67,7 +79,7 @@ class Room:
                 yield f"memory around {name} was written"
         for name, original in self.originals.items():
             base = name.partition("[")[0]
-            if base not in mutated and not _same_bits(self.buffers[name].cpu(), original.cpu()):
+            if base not in mutated and not same_bits(self.buffers[name].cpu(), original.cpu()):
                 yield f"{name} was modified"
 
 
@@ -82,9 +94,9 @@ def _canaries_intact(buffer: Tensor) -> bool:
     return bool((storage[~covered] == CANARY).all())
 
 
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    return (
-        bool(torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)))
-        if a.numel()
-        else True
-    )
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Compare bits: NaN equals itself, −0 is not +0."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    bits = BITS[a.element_size()]
+    return torch.equal(a.view(bits), b.view(bits))

@@ -3,56 +3,93 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import msgspec
+from rich.box import SIMPLE
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from kimi_hal_conformance.verdict import CRASHED, FAILED, HUNG, NOT_RUN, PASSED, REFUSED, Report, Verdict
+from kimi_hal_conformance.verdict import AGAINST, CRASHED, HUNG, NOT_RUN, PASSED, REFUSED, Report, Verdict
 
-STYLE = {PASSED: "green", NOT_RUN: "dim", REFUSED: "yellow", FAILED: "red", CRASHED: "red", HUNG: "red"}
+STYLE = {PASSED: "green", NOT_RUN: "dim", REFUSED: "yellow"}
+#: Lines of a process's output that the terminal shows; the JSON report keeps more.
+SHOWN = 12
 
 
-def print_table(report: Report, console: Console) -> None:
-    """Print one line an implementation, then every problem with the command that replays it."""
-    table = Table("operator", "implementation", "cases", "passed", "worst error / budget", "seconds")
+def print_report(report: Report, console: Console) -> None:
+    """Print one line an implementation, what was not tried, every problem, and the closing line."""
+    console.print(_table(report))
+    for reason, count in left_out(report).items():
+        console.print(f"not run, {count}: {escape(reason)}", style="dim", highlight=False)
+    if report.not_implemented:
+        names = ", ".join(report.not_implemented)
+        console.print(f"not implemented by {report.backend}: {names}", style="dim", highlight=False)
+    for verdict in report.verdicts:
+        if verdict.status in AGAINST:
+            _print_problem(verdict, console)
+    style = "bold green" if report.ok else "bold red"
+    console.print(summary(report), style=style, highlight=False)
+
+
+def _table(report: Report) -> Table:
+    """Return one line an implementation of an operator; a column that would be empty is left out."""
     groups: dict[tuple[str, str], list[Verdict]] = defaultdict(list)
     for verdict in report.verdicts:
         groups[verdict.operator, verdict.implementation].append(verdict)
-    for (operator, implementation), verdicts in sorted(groups.items()):
-        passed = sum(v.status == PASSED for v in verdicts)
-        style = "green" if passed == len(verdicts) else "red"
+    counts = report.counts()
+    kinds = {"passed": (PASSED,), "failed": AGAINST, "refused": (REFUSED,), "not run": (NOT_RUN,)}
+    kinds = {name: kind for name, kind in kinds.items() if any(counts[s] for s in kind)}
+    table = Table(box=SIMPLE, caption="worst: the largest error as a share of its budget")
+    for column in ("operator", "by", *kinds, "worst", "seconds"):
+        table.add_column(column, no_wrap=True)
+    for (operator, implementation), verdicts in groups.items():
+        numbers = [sum(v.status in kind for v in verdicts) for kind in kinds.values()]
+        style = "red" if any(v.status in AGAINST for v in verdicts) else "" if verdicts[0].measures else "dim"
         seconds = f"{sum(v.seconds for v in verdicts):.1f}"
-        table.add_row(
-            operator, implementation, str(len(verdicts)), f"[{style}]{passed}", worst(verdicts), seconds
-        )
-    console.print(table)
-    for verdict in report.verdicts:
-        if verdict.status in (PASSED, NOT_RUN):
-            continue
-        console.print(f"[{STYLE[verdict.status]}]{verdict.status}[/] {verdict.implementation} {verdict.case}")
-        for problem in verdict.problems:
-            console.print(f"    {problem}", markup=False, highlight=False)
-        console.print(f"    replay: {verdict.replay}", markup=False, highlight=False)
-    console.print(summary(report))
+        cells = (*(str(n or "") for n in numbers), worst(verdicts), seconds)
+        table.add_row(operator, implementation.partition(".")[2], *cells, style=style)
+    return table
+
+
+def left_out(report: Report) -> Counter[str]:
+    """Return how many verdicts say that nothing ran, by reason."""
+    return Counter(v.problems[0] for v in report.verdicts if v.status == NOT_RUN)
+
+
+def _print_problem(verdict: Verdict, console: Console) -> None:
+    console.print(
+        f"[red]{verdict.status}[/] {verdict.implementation} {escape(verdict.case)}", highlight=False
+    )
+    lines = [f"    {problem}" for problem in verdict.problems]
+    lines += [f"    | {line}" for line in verdict.output.splitlines()[-SHOWN:]]
+    lines += [f"    replay: {verdict.replay}"] if verdict.replay else []
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def worst(verdicts: list[Verdict]) -> str:
-    """Return the largest fraction of a budget that any compared tensor used; discrete results say exact."""
+    """Return the largest share of a budget that any tensor used; ``exact`` where all were discrete."""
     measures = [m for v in verdicts for m in v.measures]
-    real = [max(m.norm, m.maximum) for m in measures if not m.exact]
+    real = [share for m in measures if not m.exact for share in (m.norm, m.maximum)]
     if not real:
-        return "exact" if measures else "–"
-    return f"{max(real):.2f}"
+        return "exact" if measures else ""
+    return "beyond" if None in real else f"{max(share for share in real if share is not None):.2f}"
 
 
 def summary(report: Report) -> str:
     """Return the closing line."""
-    counts = ", ".join(f"{n} {status}" for status, n in report.counts().items() if n)
-    word = "conforms" if report.ok else "does NOT conform"
-    return f"{report.backend} ({report.execution}) {word}: {counts or 'no case ran'}"
+    counts = ", ".join(f"{n} {status.replace('_', ' ')}" for status, n in report.counts().items() if n)
+    what = f"{report.backend} ({report.execution}, profile {report.profile}, {report.seconds:.0f} s)"
+    if report.ok:
+        word = "conforms"
+    elif any(v.status in AGAINST for v in report.verdicts):
+        word = "does NOT conform"
+    else:
+        word = "is NOT proven: nothing ran"
+    return f"{what} {word}: {counts or 'it implements no operator'}"
 
 
 def write_json(report: Report, path: Path) -> None:
@@ -67,15 +104,26 @@ def write_junit(report: Report, path: Path) -> None:
     for verdict in report.verdicts:
         groups[verdict.implementation].append(verdict)
     for implementation, verdicts in groups.items():
-        failed = [v for v in verdicts if v.status in (FAILED, REFUSED)]
-        errors = [v for v in verdicts if v.status in (CRASHED, HUNG)]
-        counts = {"tests": len(verdicts), "failures": len(failed), "errors": len(errors)}
-        suite = ET.SubElement(
-            root, "testsuite", name=implementation, **{k: str(n) for k, n in counts.items()}
-        )
+        suite = ET.SubElement(root, "testsuite", {"name": implementation, **_counts(verdicts)})
         for verdict in verdicts:
             _testcase(suite, verdict)
+    ET.indent(root)
     ET.ElementTree(root).write(path, encoding="utf-8", xml_declaration=True)
+
+
+def _counts(verdicts: list[Verdict]) -> dict[str, str]:
+    tags = Counter(TAG.get(v.status, "") for v in verdicts)
+    return {
+        "tests": str(len(verdicts)),
+        "failures": str(tags["failure"]),
+        "errors": str(tags["error"]),
+        "skipped": str(tags["skipped"]),
+        "time": f"{sum(v.seconds for v in verdicts):.3f}",
+    }
+
+
+#: What JUnit calls a status; a passed case has no element.
+TAG = {"failed": "failure", CRASHED: "error", HUNG: "error", REFUSED: "skipped", NOT_RUN: "skipped"}
 
 
 def _testcase(suite: ET.Element, verdict: Verdict) -> None:
@@ -84,6 +132,14 @@ def _testcase(suite: ET.Element, verdict: Verdict) -> None:
     )
     if verdict.status == PASSED:
         return
-    tag = {NOT_RUN: "skipped", CRASHED: "error", HUNG: "error"}.get(verdict.status, "failure")
-    element = ET.SubElement(test, tag, message=f"{verdict.status}: {'; '.join(verdict.problems)}")
-    element.text = "\n".join((*verdict.problems, f"replay: {verdict.replay}"))
+    message = f"{verdict.status}: {'; '.join(verdict.problems)}"
+    element = ET.SubElement(test, TAG[verdict.status], message=_legal(message))
+    lines = [*verdict.problems, *([f"replay: {verdict.replay}"] if verdict.replay else [])]
+    element.text = _legal("\n".join(lines))
+    if verdict.output:
+        ET.SubElement(test, "system-out").text = _legal(verdict.output)
+
+
+def _legal(text: str) -> str:
+    """Return text without the control characters that XML has no way to write."""
+    return "".join(c if c in "\t\n" or ord(c) >= 32 else "�" for c in text)

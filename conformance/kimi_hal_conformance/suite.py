@@ -3,153 +3,278 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
+from datetime import UTC, datetime
 
+import kimi_hal
 from kimi_hal import ops
-from kimi_hal.dispatch.contract import Backend, Implementation, Probe
-from kimi_hal.dispatch.loader import Loaded, candidates, resolve
+from kimi_hal.dispatch import composed
+from kimi_hal.dispatch.contract import Implementation, Probe
+from kimi_hal.dispatch.loader import Loaded, candidates
 from kimi_hal.dispatch.loader import load as load_plugins
-from kimi_hal.settings import Settings
+from kimi_hal.errors import unknown
+from kimi_hal.ops.composites import part_specs
+from kimi_hal.settings import VARIABLES, Settings
+from kimi_hal_conformance import __version__
 from kimi_hal_conformance import case as cases
-from kimi_hal_conformance.runner import run as run_jobs
-from kimi_hal_conformance.verdict import NOT_RUN, SCHEMA_VERSION, Report, Verdict
-from kimi_hal_conformance.worker import Job
+from kimi_hal_conformance.case import Case
+from kimi_hal_conformance.cases import load
+from kimi_hal_conformance.messages import Batch
+from kimi_hal_conformance.runner import run as run_batches
+from kimi_hal_conformance.verdict import FAILED, NOT_RUN, REFUSED, SCHEMA_VERSION, Report, Verdict
 
 HOST = "kimi_hal.dispatch.device:HostDevice"
+#: ``Backend.torch_device`` of code that runs wherever torch does.
+ANY_DEVICE = "*"
 #: Seconds that one case may take, by how the kernel runs.
 LIMITS = {"native": 60.0, "portable": 60.0, "interpreted": 300.0}
+#: Processes at once where the host computes everything: more share its memory bandwidth.
+HOST_LANES = 4
+
+PROFILES = ("interp", "quick", "standard")
+#: The profile of a run in which single cases are named.
+NAMED = "cases"
 
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for on the command line."""
+    """What was asked for on the command line.
+
+    Args:
+        backend: an installed backend.
+        execution: native, portable or interpreted.
+        profile: one of ``PROFILES``; empty: ``interp`` where kernels are interpreted, else ``quick``.
+        only: case ids; empty: all of the profile.
+        implementation: full name of the one implementation to try; empty: all of the backend.
+        seed: of the operands.
+        limit: seconds of one case; ``None``: by execution.
+        lanes: processes at once; ``None``: one on a device, one a core (4 at most) where all is on the host.
+    """
 
     backend: str
     execution: str = "native"
-    profile: str = "quick"
+    profile: str = ""
     only: Sequence[str] = ()
+    implementation: str = ""
     seed: int = 0
     limit: float | None = None
+    lanes: int | None = None
+
+    @property
+    def chosen_profile(self) -> str:
+        """Return the profile that is run."""
+        if self.only:
+            return NAMED
+        return self.profile or ("interp" if self.execution == "interpreted" else "quick")
 
 
-def find(name: str) -> tuple[Loaded, Probe]:
-    """Return an installed backend by name and what it found here, or raise with the nearest name."""
-    registry = load_plugins(Settings(backend=name))
-    return registry.get(name), registry.probe(name)
+@dataclass(frozen=True)
+class Trial:
+    """An implementation, the cases that it is to run, and those that are left out, with the reason."""
+
+    implementation: Implementation
+    full_name: str
+    cases: tuple[Case, ...]
+    left_out: tuple[tuple[str, str], ...]
 
 
 def run(request: Request, progress: Callable[[Verdict], None] = lambda verdict: None) -> Report:
     """Run the chosen cases of a backend and return the report.
 
-    What cannot run here (another execution mode, an operator without a case) is in it as ``not_run`` with
-    its reason: nothing is skipped in silence.
-    """
-    from kimi_hal_conformance.cases import load
+    What is left out (another execution mode, another profile) is in it as ``not_run`` with its reason:
+    nothing is skipped in silence.
 
+    Raises:
+        UnknownNameError: no such backend, implementation or case; the nearest is named.
+        PluginError: the backend cannot be loaded.
+    """
     load()
-    loaded, probe = find(request.backend)
-    backend = loaded.backend
-    environment = child_environment(request)
-    verdicts: list[Verdict] = []
-    for operator in ops.OPERATORS:
-        for implementation in candidates(loaded, operator):
-            for verdict in on_trial(implementation, backend, probe, request, environment):
-                progress(verdict)
-                verdicts.append(verdict)
+    started, begin = datetime.now(UTC), time.perf_counter()
+    registry = load_plugins(Settings(backend=request.backend))
+    loaded, probe = registry.get(request.backend), registry.probe(request.backend)
+    trials = list(on_trial(loaded, probe, request))
+    batches = {t.full_name + t.implementation.operator: batch(t, loaded, request) for t in trials if t.cases}
+    outcome = run_batches(
+        list(batches.values()), child_environment(request), lanes(loaded, request), progress
+    )
+    answers = dict(zip(batches, outcome.verdicts, strict=True))
+    verdicts = [
+        msg
+        for trial in trials
+        for msg in concluded(trial, answers.get(trial.full_name + trial.implementation.operator, ()), request)
+    ]
     return Report(
         schema_version=SCHEMA_VERSION,
-        suite_version=version("kimi-hal-conformance"),
-        backend=backend.name,
+        suite_version=__version__,
+        backend=loaded.name,
         execution=request.execution,
-        profile=request.profile,
-        versions=resolve(hooks(backend, request))().versions() if probe.present else host_versions(),
+        profile=request.chosen_profile,
+        seed=request.seed,
+        versions=versions(loaded, probe) | outcome.versions,
         devices=tuple(probe.devices),
+        not_implemented=tuple(op for op in ops.OPERATORS if not candidates(loaded, op)),
+        started=started.isoformat(timespec="seconds"),
+        seconds=time.perf_counter() - begin,
         verdicts=tuple(verdicts),
     )
 
 
-def host_versions() -> dict[str, str]:
-    """Return the host's versions: all there is to say where the backend's device is absent."""
-    found: dict[str, str] = resolve(HOST)().versions()
-    return found
+def versions(loaded: Loaded, probe: Probe) -> dict[str, str]:
+    """Return the versions that are known without a device."""
+    return {"kimi-hal": kimi_hal.__version__, loaded.name: loaded.backend.version, **probe.facts}
 
 
-def on_trial(
+def on_trial(loaded: Loaded, probe: Probe, request: Request) -> Iterator[Trial]:
+    """Yield every implementation that is asked for, with its cases."""
+    named = [cases.get(case) for case in request.only]
+    every = [(op, i) for op in ops.OPERATORS for i in candidates(loaded, op)]
+    known = {f"{loaded.name}.{i.name}" for _, i in every}
+    if request.implementation and request.implementation not in known:
+        raise unknown(f"implementation of {loaded.name}", request.implementation, known)
+    for operator, implementation in every:
+        full_name = f"{loaded.name}.{implementation.name}"
+        mine = [c for c in named or cases.CASES.values() if c.operator == operator]
+        if request.implementation in ("", full_name) and (mine or not named):
+            yield trial(implementation, full_name, mine, loaded, probe, request)
+
+
+def trial(
     implementation: Implementation,
-    backend: Backend,
+    full_name: str,
+    mine: Sequence[Case],
+    loaded: Loaded,
     probe: Probe,
     request: Request,
-    environment: dict[str, str],
-) -> Iterator[Verdict]:
-    """Yield the verdicts on one implementation."""
-    full = f"{backend.name}.{implementation.name}"
-    if reason := cannot_run(implementation, probe, request.execution):
-        yield not_run(implementation, full, reason)
-        return
-    jobs = [(case, job(case, backend, full, request)) for case in chosen(implementation.operator, request)]
-    if not jobs and not request.only:
-        yield not_run(implementation, full, "the suite has no case for it: a claim without a test")
-    yield from run_jobs(jobs, environment, request.limit or LIMITS[request.execution])
+) -> Trial:
+    """Sort the cases of an operator into those that run and those that are left out."""
+    everything = f"{implementation.operator}/*"
+    if reason := cannot_run(implementation, loaded, probe, request.execution):
+        return Trial(implementation, full_name, (), ((everything, reason),))
+    reasons = {case.id: left_out(case, implementation, loaded, request.chosen_profile) for case in mine}
+    return Trial(
+        implementation,
+        full_name,
+        tuple(case for case in mine if not reasons[case.id]),
+        tuple((case, reason) for case, reason in reasons.items() if reason),
+    )
 
 
-def chosen(operator: str, request: Request) -> Iterable[cases.Case]:
-    """Return the operator's cases in this profile, or those named."""
-    if request.only:
-        return [c for c in map(cases.get, request.only) if c.operator == operator]
-    mine = [c for c in cases.CASES.values() if c.operator == operator]
-    return [c for c in mine if c.quick or request.profile != "quick"]
-
-
-def cannot_run(implementation: Implementation, probe: Probe, execution: str) -> str:
+def cannot_run(implementation: Implementation, loaded: Loaded, probe: Probe, execution: str) -> str:
     """Say why an implementation cannot run in this mode, or return an empty string."""
     if execution not in implementation.execution:
-        return f"declares {', '.join(implementation.execution)}, this run is {execution}"
-    if execution == "native" and not probe.present:
+        return f"it runs {', '.join(implementation.execution)}; this run is {execution}"
+    if execution == "native" and not probe.present and loaded.backend.torch_device != ANY_DEVICE:
         return f"no device: {probe.why}"
     return ""
 
 
-def not_run(implementation: Implementation, full: str, reason: str) -> Verdict:
-    """Return the verdict on an implementation of which nothing ran."""
-    return Verdict(
-        case=f"{implementation.operator}/*",
-        operator=implementation.operator,
-        implementation=full,
-        status=NOT_RUN,
-        problems=(reason,),
-    )
+def left_out(case: Case, implementation: Implementation, loaded: Loaded, profile: str) -> str:
+    """Say why a case is left out, or return an empty string."""
+    if profile == "interp" and not case.small:
+        return "too large for an interpreter; the quick profile has it"
+    if profile == "quick" and not case.quick:
+        return "too long for the quick profile; the standard profile has it"
+    if implementation.name == composed.NAME:
+        missing = [part for part in part_specs(case.operator, case.spec) if not candidates(loaded, part)]
+        if missing:
+            return f"{loaded.name} does not implement its parts: {', '.join(missing)}"
+    return ""
 
 
-def hooks(backend: Backend, request: Request) -> str:
-    """Return the device hooks: the backend's own, or the host's where its kernels are interpreted."""
-    return HOST if request.execution == "interpreted" else backend.device
-
-
-def job(case: cases.Case, backend: Backend, implementation: str, request: Request) -> Job:
-    """Return the job that runs one case on one implementation."""
-    on_host = request.execution == "interpreted" or backend.torch_device == "*"
-    device = "cpu" if on_host else backend.torch_device
-    return Job(
-        case=case.id,
-        implementation=implementation,
-        device=device,
-        hooks=hooks(backend, request),
+def batch(trial: Trial, loaded: Loaded, request: Request) -> Batch:
+    """Return what the trial's process is told."""
+    host = on_host(loaded, request)
+    return Batch(
+        implementation=trial.full_name,
+        device="cpu" if host else loaded.backend.torch_device,
+        hooks=HOST if host else loaded.backend.device,
+        cases=tuple(case.id for case in trial.cases),
         seed=request.seed,
+        limit=request.limit or LIMITS[request.execution],
     )
+
+
+def on_host(loaded: Loaded, request: Request) -> bool:
+    """Tell whether everything is computed on the CPU."""
+    return request.execution == "interpreted" or loaded.backend.torch_device in (ANY_DEVICE, "cpu")
+
+
+def lanes(loaded: Loaded, request: Request) -> int:
+    """Return how many processes run at once: one on a device, where a fault of one could reach another."""
+    if request.lanes:
+        return request.lanes
+    return min(HOST_LANES, cores()) if on_host(loaded, request) else 1
+
+
+def cores() -> int:
+    """Return the cores that this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def child_environment(request: Request) -> dict[str, str]:
-    """Return the children's environment: switches that are read when a kernel module is imported."""
+    """Return the children's environment: switches that are read when a kernel module is imported.
+
+    The plugin's own variables stay, the core's are the run's own; kernels on the host share its cores.
+    """
+    inherited = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     own = {"KIMI_HAL_BACKEND": request.backend, "KIMI_HAL_EXECUTION": request.execution}
     if request.execution == "interpreted":
         own |= {"TRITON_INTERPRET": "1"}
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("KIMI_HAL_") or k.count("_") > 2}
-    return inherited | own
+    threads = {"OMP_NUM_THREADS": str(max(1, cores() // HOST_LANES))}
+    return threads | inherited | own
+
+
+def concluded(trial: Trial, answers: Sequence[Verdict], request: Request) -> Iterator[Verdict]:
+    """Yield the verdicts on an implementation, with the command that replays each, and on what it claims."""
+    for verdict in answers:
+        yield _with_replay(verdict, request)
+    for case, reason in trial.left_out:
+        yield _said(trial, case, NOT_RUN, reason)
+    if request.only or not trial.cases:
+        return
+    if all(verdict.status == REFUSED for verdict in answers):
+        yield _said(trial, f"{trial.implementation.operator}/*", FAILED, UNTESTED)
+
+
+UNTESTED = "it refuses every case: what it claims is not tested, and no claim stands without a test"
+
+
+def _said(trial: Trial, case: str, status: str, problem: str) -> Verdict:
+    return Verdict(
+        case=case,
+        operator=trial.implementation.operator,
+        implementation=trial.full_name,
+        status=status,
+        problems=(problem,),
+    )
+
+
+def _with_replay(verdict: Verdict, request: Request) -> Verdict:
+    import msgspec
+
+    return msgspec.structs.replace(verdict, replay=replay(verdict, request))
+
+
+def replay(verdict: Verdict, request: Request) -> str:
+    """Return the command that runs one case of one implementation again."""
+    options = {
+        "backend": request.backend,
+        "execution": request.execution,
+        "implementation": verdict.implementation,
+        "case": verdict.case,
+        "seed": verdict.seed,
+    }
+    defaults = {"execution": "native", "seed": 0}
+    given = {name: value for name, value in options.items() if defaults.get(name) != value}
+    return " ".join(["kimi-hal conformance run", *(f"--{name} {value}" for name, value in given.items())])
 
 
 def operators_without_cases() -> list[str]:
     """Return the operators that no case covers: a fault of the suite."""
-    covered = {c.operator for c in cases.CASES.values()}
-    return sorted(set(ops.OPERATORS) - covered)
+    covered: dict[str, int] = defaultdict(int)
+    for case in cases.CASES.values():
+        covered[case.operator] += 1
+    return sorted(op for op in ops.OPERATORS if not covered[op])

@@ -4,31 +4,53 @@ from __future__ import annotations
 
 import msgspec
 
-#: Raised when a reader of the old JSON would misread the new one.
+#: Raised when a reader of the old JSON would misread the new one. A new optional field does not raise it.
 SCHEMA_VERSION = 1
 
-PASSED, FAILED, CRASHED, HUNG, REFUSED, NOT_RUN = "passed", "failed", "crashed", "hung", "refused", "not_run"
+#: It was launched: the answer is right; it is wrong; the process died; it did not answer in time.
+PASSED, FAILED, CRASHED, HUNG = "passed", "failed", "crashed", "hung"
+#: It was not launched: the implementation does not claim the Spec; the suite left it out and says why.
+REFUSED, NOT_RUN = "refused", "not_run"
 STATUSES = (PASSED, FAILED, CRASHED, HUNG, REFUSED, NOT_RUN)
+#: What speaks against an implementation.
+AGAINST = (FAILED, CRASHED, HUNG)
 
 
 class Measure(msgspec.Struct, frozen=True, kw_only=True):
     """One compared tensor: its error beside what its budget allows.
 
     ``norm`` and ``maximum`` are fractions of the budget, so that 1.0 is the limit for every dtype and
-    operator; ``exact`` marks a discrete comparison, whose fraction is 0 or infinite.
+    operator; ``None`` where there is no finite fraction: a discrete result differs, a NaN stands elsewhere.
+    ``exact`` marks a discrete comparison, whose fraction is 0 or ``None``. ``rounding``, ``accumulation`` and
+    ``inner`` are the root mean squares of the unavoidable errors from which the budget was made.
     """
 
     tensor: str
     exact: bool
-    norm: float = 0.0
-    maximum: float = 0.0
+    norm: float | None = 0.0
+    maximum: float | None = 0.0
     rounding: float = 0.0
     accumulation: float = 0.0
+    inner: float = 0.0
     problem: str = ""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """The verdict on one case. ``problems`` is empty exactly if it passed."""
+    """The verdict on one case of one implementation.
+
+    Args:
+        case: its id, or ``"<operator>/*"`` for what is said of all cases of an operator.
+        operator: the abstract operator.
+        implementation: full name, ``backend.implementation``.
+        status: one of ``STATUSES``.
+        problems: sentences; empty exactly if it passed.
+        measures: one a compared tensor, by rank where there are several.
+        seconds: of planning, running and judging.
+        seed: of the operands.
+        fault: the class of ``docs/faults.md`` that the case reproduces, or 0.
+        output: where it did not pass, the end of what the process printed and of the traceback.
+        replay: the command that runs the case again.
+    """
 
     case: str
     operator: str
@@ -38,26 +60,47 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     measures: tuple[Measure, ...] = ()
     seconds: float = 0.0
     seed: int = 0
+    fault: int = 0
+    output: str = ""
     replay: str = ""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole run: who was tested, where, and every verdict. Nothing is left out of ``verdicts``."""
+    """A whole run: who was tested, where, and every verdict. Nothing is left out of ``verdicts``.
+
+    Args:
+        schema_version: ``SCHEMA_VERSION`` of the suite that wrote it.
+        suite_version: the suite's.
+        backend: its name.
+        execution: how its kernels ran: native, portable, interpreted.
+        profile: which cases: interp, quick, standard, or ``"cases"`` where single ones were named.
+        seed: of the operands.
+        versions: of the backend, of kimi-hal, of what the device's hooks name.
+        devices: what the backend's probe found.
+        not_implemented: operators of the contract that the backend does not implement.
+        started: UTC, ISO 8601.
+        seconds: of the whole run.
+        verdicts: every case of every implementation.
+    """
 
     schema_version: int
     suite_version: str
     backend: str
     execution: str
     profile: str
+    seed: int
     versions: dict[str, str]
     devices: tuple[str, ...]
+    not_implemented: tuple[str, ...]
+    started: str
+    seconds: float
     verdicts: tuple[Verdict, ...]
 
     @property
     def ok(self) -> bool:
-        """Tell whether the run proves the backend: something ran, and all that ran passed."""
-        ran = [v for v in self.verdicts if v.status != NOT_RUN]
-        return bool(ran) and all(v.status == PASSED for v in ran)
+        """Tell whether the run speaks for the backend: something passed, and nothing that ran did not."""
+        statuses = [v.status for v in self.verdicts]
+        return PASSED in statuses and not any(s in AGAINST for s in statuses)
 
     def counts(self) -> dict[str, int]:
         """Return how many verdicts have each status."""
@@ -65,11 +108,21 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read(text: bytes) -> Report:
-    """Read a report, refusing another schema version with a sentence."""
-    version = msgspec.json.decode(text, type=dict).get("schema_version")
+    """Read a report.
+
+    Raises:
+        ValueError: it is none, or of another schema version.
+    """
+    try:
+        data = msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"this is no report: {error}") from None
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if version is None:
+        raise ValueError("this is no report: it has no schema_version")
     if version != SCHEMA_VERSION:
         raise ValueError(
             f"this report has schema version {version}, this suite reads {SCHEMA_VERSION}; "
-            "run the suite that wrote it, or run the backend again"
+            "read it with the suite that wrote it, or run the backend again"
         )
-    return msgspec.json.decode(text, type=Report)
+    return msgspec.convert(data, type=Report)

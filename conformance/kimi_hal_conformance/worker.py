@@ -1,43 +1,99 @@
-"""The child process that runs cases of one implementation, so that a device fault ends only itself.
+"""The process that imports torch and the suite once, and forks one process for every implementation.
 
-Reads one JSON job a line from standard input, writes one JSON verdict a line to the given descriptor: a
-kernel that prints to standard output cannot garble a verdict.
+A fork before any device is touched costs milliseconds, an import of torch seconds; so each implementation has
+a process of its own, with a device of its own, and what it does to that process ends with it. Batches come in
+on standard input; messages go out on a descriptor of their own, which a kernel that prints cannot garble.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import math
 import os
+import signal
 import sys
+from typing import NoReturn
 
 import msgspec
 
 from kimi_hal.dispatch.hookspecs import DeviceHooks
 from kimi_hal.dispatch.loader import resolve
 from kimi_hal_conformance import case as cases
+from kimi_hal_conformance.calls import Subject
 from kimi_hal_conformance.cases import load
-from kimi_hal_conformance.execute import Subject, run_case
+from kimi_hal_conformance.execute import described, run_case
+from kimi_hal_conformance.messages import Batch, Done, Ended, Message, Started
+from kimi_hal_conformance.verdict import FAILED, Verdict
 
-
-class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """One case to run."""
-
-    case: str
-    implementation: str
-    device: str
-    hooks: str
-    seed: int
+#: How much later than the suite's own limit a forgotten process ends itself.
+PATIENCE = 2
 
 
 def main() -> None:
-    """Serve jobs until standard input ends."""
+    """Serve batches until standard input ends."""
     load()
-    answers = os.fdopen(int(sys.argv[1]), "wb", buffering=0)
-    hooks: dict[str, DeviceHooks] = {}
+    answers = int(sys.argv[1])
     for line in sys.stdin.buffer:
-        job = msgspec.json.decode(line, type=Job)
-        device = hooks.setdefault(job.hooks, resolve(job.hooks)())
-        verdict = run_case(cases.get(job.case), Subject(job.implementation, job.device, device), job.seed)
-        answers.write(msgspec.json.encode(verdict) + b"\n")
+        batch = msgspec.json.decode(line, type=Batch)
+        pid = os.fork()
+        if not pid:
+            _serve(batch, answers)
+        _, status = os.waitpid(pid, 0)
+        send(answers, Ended(code=os.waitstatus_to_exitcode(status)))
+
+
+def send(answers: int, message: Message) -> None:
+    """Write a message. The line before it may have been cut short by a process that died."""
+    os.write(answers, b"\n" + msgspec.json.encode(message) + b"\n")
+
+
+def _serve(batch: Batch, answers: int) -> NoReturn:
+    """Run a batch in this fork, and end it without the clean-up of the process that it is a copy of."""
+    status = 1
+    try:
+        os.setpgid(0, 0)  # what a kernel's compiler starts ends with it
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        faulthandler.enable()
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        run(batch, answers)
+        status = 0
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(status)
+
+
+def run(batch: Batch, answers: int) -> None:
+    """Run the cases of a batch, sending each verdict when it is there."""
+    try:
+        hooks: DeviceHooks = resolve(batch.hooks)()
+        versions = dict(hooks.versions())
+    except Exception as error:
+        _say_all(batch, answers, f"the device hooks {batch.hooks} raised {described(error)}")
+        return
+    send(answers, Started(pid=os.getpid(), versions=versions))
+    subject = Subject(batch.implementation, batch.device, hooks)
+    for case_id in batch.cases:
+        signal.alarm(math.ceil(PATIENCE * batch.limit) + 60)
+        verdict = run_case(cases.get(case_id), subject, batch.seed)
+        send(answers, Done(verdict=verdict))
+
+
+def _say_all(batch: Batch, answers: int, problem: str) -> None:
+    """Fail every case of a batch for one reason."""
+    send(answers, Started(pid=os.getpid(), versions={}))
+    for case_id in batch.cases:
+        case = cases.get(case_id)
+        verdict = Verdict(
+            case=case.id,
+            operator=case.operator,
+            implementation=batch.implementation,
+            status=FAILED,
+            problems=(problem,),
+            seed=batch.seed,
+            fault=case.fault,
+        )
+        send(answers, Done(verdict=verdict))
 
 
 if __name__ == "__main__":

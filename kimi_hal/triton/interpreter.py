@@ -1,7 +1,8 @@
 """Repairs of Triton's CPU interpreter, without which a bfloat16 or FP8 test on a CPU means nothing.
 
 As of Triton 3.9 the interpreter keeps bfloat16 as 16-bit integers and multiplies those in ``tl.dot``,
-truncates float32 to bfloat16 instead of rounding, and converts FP8 without NaN and with a wrong saturation.
+truncates float32 to bfloat16 instead of rounding, converts FP8 without NaN and with a wrong saturation, and
+turns a comparison of scalars into floats where it meets a block.
 Conversions here go through torch's types, which round to nearest even; FP8 saturates as the hardware's do.
 """
 
@@ -30,6 +31,7 @@ def repair() -> None:
     """Replace the interpreter's conversions and dot product; calling it again changes nothing."""
     interpreter._convert_float = convert
     interpreter.InterpreterBuilder.create_dot = dot
+    interpreter.InterpreterBuilder.create_splat = splat
 
 
 def convert(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
@@ -52,6 +54,12 @@ def widen(handle: Any) -> Any:
     if kind in TYPES and kind.primitive_bitwidth <= 16 and kind != tl.float16:
         return convert(handle.data, kind, tl.float32, None).view(np.float32)
     return handle.data
+
+
+def splat(self: Any, result: Any, scalar: Any) -> Any:
+    """Repeat a scalar over a block as what it is; a comparison's handle still has its operands' type."""
+    value = np.ravel(scalar.data)
+    return interpreter.TensorHandle(np.full(result.shape, value[0], dtype=value.dtype), scalar.dtype.scalar)
 
 
 def dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:

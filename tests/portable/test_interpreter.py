@@ -55,6 +55,35 @@ def kernel(a, b, c, N: tl.constexpr):
 """
 
 
+CONDITION = """
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def kernel(values, limits, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    live = tl.load(limits) < 1.0
+    tl.store(out + i, tl.load(values + i, mask=(i < 3) & live, other=7.0))
+"""
+
+
+def test_a_comparison_of_scalars_masks_a_block(tmp_path: Path) -> None:
+    (tmp_path / "condition_kernel.py").write_text(CONDITION)
+    out = interpreted(
+        f"""
+        import sys
+        sys.path.insert(0, {str(tmp_path)!r})
+        from condition_kernel import kernel
+        for limit in (0.5, 2.0):
+            out = torch.empty(4)
+            kernel[(1,)](torch.arange(4.0), torch.tensor([limit]), out, N=4)
+            print(out.tolist())
+        """
+    )
+    assert out == "[0.0, 1.0, 2.0, 7.0]\n[7.0, 7.0, 7.0, 7.0]"
+
+
 def test_a_bfloat16_dot_multiplies_values_not_bits(tmp_path: Path) -> None:
     (tmp_path / "dot_kernel.py").write_text(KERNEL)
     interpreted(

@@ -19,11 +19,11 @@ def operands(spec: GatherSpec, rows: int, total: int | None) -> Make:
     def make(g: torch.Generator) -> Operands:
         dtype = getattr(torch, spec.dtype)
 
-        def share() -> dict[str, object]:
+        def share() -> Operands:
             shape = (rows, *([3] * (spec.ndim - 2)), 16 * dtype.itemsize)
             raw = torch.randint(0, 256, shape, generator=g, dtype=torch.uint8)
-            given = {"x": raw.view(dtype)}
-            return given if total is None else given | {"total": total}
+            x = raw.view(dtype)
+            return {"x": x} if total is None else {"x": x, "total": total}
 
         return {"ranks": [share() for _ in range(spec.dcp.world)]}
 
@@ -38,11 +38,13 @@ def cases() -> Iterator[Case]:
             for layout in ("rank_major", "token_order", "last_dim"):
                 spec = GatherSpec(layout=layout, dtype=dtype, dcp=dcp, ndim=3 if dtype == "bfloat16" else 2)
                 name = f"all_gather/{layout}/{dtype}/world{world}-interleave{interleave}"
-                yield Case(name, "all_gather", spec, LIMITS, operands(spec, 8, None), ranks=world)
+                yield Case(name, "all_gather", spec, LIMITS, operands(spec, 8, None), small=True, ranks=world)
         ragged = GatherSpec(layout="token_order", dtype="uint8", dcp=dcp)
         for total in (0, 1, 8 * world - 3):
             name = f"all_gather/token_order/ragged{total}/world{world}-interleave{interleave}"
-            yield Case(name, "all_gather", ragged, LIMITS, operands(ragged, 8, total), ranks=world)
+            yield Case(
+                name, "all_gather", ragged, LIMITS, operands(ragged, 8, total), small=True, ranks=world
+            )
 
 
 add(cases())

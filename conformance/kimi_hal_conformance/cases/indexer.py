@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ from kimi_hal_conformance.draws import (
     strided,
 )
 
-LIMITS = Limits(max_rows=64, max_reqs=16, max_context=1024)
+LIMITS = Limits(max_rows=128, max_reqs=16, max_context=1024)
 LONG = Limits(max_rows=64, max_reqs=16, max_context=4096)
 FP8 = "index.fp8.e4m3fn.pow2.page64"
 
@@ -95,62 +96,62 @@ def cases() -> Iterator[Case]:
     for name in formats.names("index"):
         for rows in (0, 1, 5):
             query = IndexQuerySpec(index=name)
-            yield Case(
-                f"quantize_index_query/{name}/rows{rows}",
-                "quantize_index_query",
-                query,
-                LIMITS,
-                query_operands(query, rows),
-            )
+            case = f"quantize_index_query/{name}/rows{rows}"
+            yield Case(case, "quantize_index_query", query, LIMITS, query_operands(query, rows), small=True)
         for rows in (0, 1, 100):
             store = StoreIndexSpec(index=name)
-            yield Case(
-                f"store_index_keys/{name}/rows{rows}",
-                "store_index_keys",
-                store,
-                LIMITS,
-                store_operands(name, rows),
-            )
-        yield scored(f"{name}/ragged", {"index": name}, (65, 1, 200))
+            case = f"store_index_keys/{name}/rows{rows}"
+            yield Case(case, "store_index_keys", store, LIMITS, store_operands(name, rows), small=True)
+        yield scored(f"{name}/ragged", (65, 1, 200), index=name, small=True)
+    query = IndexQuerySpec(index=FP8, num_heads=5, hadamard=True, weight_scale=0.25, weights_dtype="bfloat16")
+    case = "quantize_index_query/hadamard"
+    yield Case(case, "quantize_index_query", query, LIMITS, query_operands(query, 5), small=True)
     for heads in (1, 8, 24, 64):
-        yield scored(f"heads{heads}", {"index": FP8, "num_heads": heads}, (130, 64))
-    yield scored("bf16-scores", {"index": FP8, "score": "bfloat16", "weights_dtype": "bfloat16"}, (300, 63))
-    yield scored("verify-rows", {"index": FP8}, (65, 129), rows=4)
+        yield scored(f"heads{heads}", (130, 64), num_heads=heads, small=heads < 24)
+    yield scored("bf16-scores", (300, 63), score="bfloat16", weights_dtype="bfloat16", small=True)
+    yield scored("verify-rows", (65, 129), rows=4)
     shard = DCP(world=4, rank=2, interleave=4)
-    yield scored("dcp4-rank2-interleave4", {"index": FP8, "dcp": shard}, (65, 3, 200))
-    for lengths in ((63,), (64,), (65,), (1,)):
-        yield selected(f"k64/length{lengths[0]}", {"index": FP8, "topk": 64}, lengths)
-    yield selected("k2048", {"index": FP8}, (2100,), limits=LONG)
-    yield selected(
-        "ordered-with-scores",
-        {"index": FP8, "topk": 64, "ordered": True, "return_selected": True},
-        (200, 5, 64),
-    )
-    yield selected(
-        "bf16-ties", {"index": FP8, "topk": 32, "score": "bfloat16", "return_selected": True}, (400, 90)
-    )
-    yield selected("slots", {"index": FP8, "topk": 32, "emit": "slot"}, (100, 40))
-    yield selected("mxfp4", {"index": "index.mxfp4.page64", "topk": 64}, (300,))
+    yield scored("dcp4-rank2-interleave4", (65, 3, 200), dcp=shard, small=True)
+    replicated = DCP(world=4, rank=2, interleave=4, index="replicated")
+    yield scored("dcp4-replicated", (65, 3, 200), dcp=replicated)
+    yield from selections()
 
 
-def scored(label: str, fields: dict[str, object], lengths: tuple[int, ...], rows: int = 1) -> Case:
+def selections() -> Iterator[Case]:
+    """Selections with fewer, as many and more keys than k; every output form."""
+    for length in (1, 63, 64, 65):
+        yield selected(f"k64/length{length}", (length,), topk=64, small=True, fault=7)
+    yield selected("k2048", (2100,), limits=LONG)
+    yield selected(
+        "ordered-with-scores", (200, 5, 64), topk=64, ordered=True, return_selected=True, small=True
+    )
+    ties: dict[str, Any] = {"topk": 32, "score": "bfloat16", "return_selected": True}
+    yield selected("bf16-ties", (400, 90), **ties, small=True, fault=5)
+    yield selected("slots", (100, 40), topk=32, emit="slot", small=True)
+    yield selected("mxfp4", (300,), index="index.mxfp4.page64", topk=64, small=True)
+    shard = DCP(world=4, rank=3, interleave=4)
+    yield selected("dcp4-rank3", (200, 13, 0), dcp=shard, topk=16, return_selected=True, small=True)
+
+
+def scored(label: str, lengths: tuple[int, ...], rows: int = 1, small: bool = False, **fields: Any) -> Case:
     """Return a case of ``indexer_logits``."""
-    spec = IndexerSpec.from_dict(_plain(fields))
-    return Case(
-        f"indexer_logits/{label}", "indexer_logits", spec, LIMITS, score_operands(spec, lengths, rows)
-    )
+    spec = IndexerSpec(**{"index": FP8, **fields})
+    make = score_operands(spec, lengths, rows)
+    return Case(f"indexer_logits/{label}", "indexer_logits", spec, LIMITS, make, small=small)
 
 
 def selected(
-    label: str, fields: dict[str, object], lengths: tuple[int, ...], limits: Limits = LIMITS
+    label: str,
+    lengths: tuple[int, ...],
+    limits: Limits = LIMITS,
+    small: bool = False,
+    fault: int = 0,
+    **fields: Any,
 ) -> Case:
     """Return a case of ``indexer_topk``."""
-    spec = IndexerTopKSpec.from_dict(_plain(fields))
-    return Case(f"indexer_topk/{label}", "indexer_topk", spec, limits, score_operands(spec, lengths, 1))
-
-
-def _plain(fields: dict[str, object]) -> dict[str, object]:
-    return {name: value.to_dict() if isinstance(value, DCP) else value for name, value in fields.items()}
+    spec = IndexerTopKSpec(**{"index": FP8, **fields})
+    make = score_operands(spec, lengths, 1)
+    return Case(f"indexer_topk/{label}", "indexer_topk", spec, limits, make, small=small, fault=fault)
 
 
 add(cases())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -80,6 +81,17 @@ def expert_operands(spec: MoESpec, rows: int, only: tuple[int, ...] = ()) -> Mak
     return make
 
 
+def prepare_operands(spec: MoESpec) -> Make:
+    """Return a checkpoint, and beside it a call of ``moe_experts`` that tells what was made of it."""
+
+    def make(g: torch.Generator) -> Operands:
+        given = dict(expert_operands(spec, 9)(g))
+        weights: Checkpoint = given.pop("weights")
+        return {**given, **weights}
+
+    return make
+
+
 def _chosen(g: torch.Generator, pool: list[int], topk: int) -> Tensor:
     chosen = [pool[int(i)] for i in torch.randperm(len(pool), generator=g)[:topk]]
     return ints(chosen + [-1] * (topk - len(chosen)))
@@ -97,47 +109,41 @@ def cases() -> Iterator[Case]:
     }
     for label, route in routers.items():
         for rows in (0, 1, 17):
-            yield Case(
-                f"moe_route/{label}/rows{rows}", "moe_route", route, LIMITS, route_operands(route, rows)
-            )
-        yield Case(f"moe_route/{label}/padded", "moe_route", route, LIMITS, route_operands(route, 9, live=4))
-    base = {"num_experts": 8, "num_local": 8, "topk": 3, "hidden": 64, "intermediate": 96}
+            yield routed(f"{label}/rows{rows}", route, rows, fault=17)
+        yield routed(f"{label}/padded", route, 9, live=4)
+    base = MoESpec(num_experts=8, num_local=8, topk=3, hidden=64, intermediate=96)
     specs = {
-        "small": MoESpec(**base),
-        "float32-out": MoESpec(**base, out_dtype="float32"),
-        "swiglu": MoESpec(**base, activation="swiglu"),
-        "one-sided": MoESpec(**base, linear_beta=None),
-        "ep-offset": MoESpec(**base | {"num_local": 3, "expert_offset": 4}),
-        "ep-map": MoESpec(**base | {"num_local": 3, "has_expert_map": True}),
-        "e5": MoESpec(**base | {"num_experts": 5, "num_local": 5}),
+        "small": base,
+        "float32-out": replace(base, out_dtype="float32"),
+        "swiglu": replace(base, activation="swiglu"),
+        "one-sided": replace(base, linear_beta=None),
+        "ep-offset": replace(base, num_local=3, expert_offset=4),
+        "ep-map": replace(base, num_local=3, has_expert_map=True),
+        "e5": replace(base, num_experts=5, num_local=5),
         "wide": MoESpec(num_experts=6, num_local=6, topk=4, hidden=3584, intermediate=96),
     }
     for label, spec in specs.items():
         for rows in (0, 1, 9):
-            yield Case(
-                f"moe_experts/{label}/rows{rows}", "moe_experts", spec, LIMITS, expert_operands(spec, rows)
-            )
-    small = specs["small"]
-    yield Case(
-        "moe_experts/small/one-expert", "moe_experts", small, LIMITS, expert_operands(small, 8, only=(1,))
-    )
-    away = specs["ep-offset"]
-    yield Case(
-        "moe_experts/ep-offset/none-here",
-        "moe_experts",
-        away,
-        LIMITS,
-        expert_operands(away, 6, only=(0, 1, 2)),
-    )
+            yield mixed(f"{label}/rows{rows}", spec, rows, small=label != "wide")
+    yield mixed("small/one-expert", specs["small"], 8, only=(1,), small=True, fault=16)
+    yield mixed("ep-offset/none-here", specs["ep-offset"], 6, only=(0, 1, 2), small=True, fault=16)
     for label in ("small", "ep-offset"):
-        spec = specs[label]
-        yield Case(
-            f"prepare_moe_weights/{label}",
-            "prepare_moe_weights",
-            spec,
-            LIMITS,
-            lambda g, spec=spec: dict(checkpoint(g, spec)),
-        )
+        name, make = f"prepare_moe_weights/{label}", prepare_operands(specs[label])
+        yield Case(name, "prepare_moe_weights", specs[label], LIMITS, make, small=True, fault=21)
+
+
+def routed(label: str, spec: RouteSpec, rows: int, live: int | None = None, fault: int = 0) -> Case:
+    """Return one case of ``moe_route``."""
+    make = route_operands(spec, rows, live)
+    return Case(f"moe_route/{label}", "moe_route", spec, LIMITS, make, small=True, fault=fault)
+
+
+def mixed(
+    label: str, spec: MoESpec, rows: int, only: tuple[int, ...] = (), small: bool = False, fault: int = 0
+) -> Case:
+    """Return one case of ``moe_experts``."""
+    make = expert_operands(spec, rows, only)
+    return Case(f"moe_experts/{label}", "moe_experts", spec, LIMITS, make, small=small, fault=fault)
 
 
 add(cases())

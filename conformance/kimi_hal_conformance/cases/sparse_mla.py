@@ -59,6 +59,7 @@ def store_cases() -> Iterator[Case]:
                 spec=StoreLatentSpec(latent=name, page=page),
                 limits=SMALL,
                 make=store_operands(name, page, rows),
+                small=True,
             )
 
 
@@ -67,7 +68,7 @@ def attention_operands(spec: SparseMLASpec, rows: int, keys: int, context: int, 
 
     def make(g: torch.Generator) -> Operands:
         requests = max(1, min(rows, 3))
-        lengths = [context - 7 * i for i in range(requests)]
+        lengths = [max(1, context - 7 * i) for i in range(requests)]
         pages = sum(-(-n // spec.page) for n in lengths) + 3
         columns = -(-context // spec.page) + 1
         table = block_tables(g, lengths, spec.page, pages, columns)
@@ -129,23 +130,24 @@ def attention_cases() -> Iterator[Case]:
     fp8 = "latent.fp8.e4m3fn.tensor"
     for name in formats.names("latent"):
         spec = SparseMLASpec(num_heads=12, latent=name, topk=128)
-        yield attention_case(f"{name}/tp8", spec, rows=5, keys=128, context=300)
+        yield attention_case(f"{name}/tp8", spec, rows=5, keys=128, context=300, small=True)
     for label, heads in HEADS.items():
         spec = SparseMLASpec(num_heads=heads, latent=fp8)
         yield attention_case(f"{label}/top2048", spec, rows=2, keys=2048, context=2500, quick=heads <= 12)
     for heads in (1, 5, 17, 33, 128):
         spec = SparseMLASpec(num_heads=heads, latent=fp8, topk=64)
-        yield attention_case(f"heads{heads}", spec, rows=4, keys=63, context=90)
+        yield attention_case(f"heads{heads}", spec, rows=4, keys=63, context=90, small=heads < 32, fault=15)
     for space in ("position", "local"):
         spec = SparseMLASpec(num_heads=12, latent=fp8, topk=96, index_space=space, has_index_len=True)
-        yield attention_case(f"{space}/index-len", spec, rows=6, keys=96, context=200)
+        yield attention_case(f"{space}/index-len", spec, rows=6, keys=96, context=200, small=True)
     for rows, keys, context in ((0, 64, 80), (1, 1, 1), (1, 65, 64), (7, 2, 3)):
         spec = SparseMLASpec(num_heads=12, latent=fp8, topk=65)
-        yield attention_case(f"rows{rows}/keys{keys}", spec, rows=rows, keys=keys, context=context)
+        label = f"rows{rows}/keys{keys}"
+        yield attention_case(label, spec, rows=rows, keys=keys, context=context, small=True)
     spec = SparseMLASpec(num_heads=12, latent=fp8, topk=128, out_dtype="float32", return_lse=False, page=16)
     yield attention_case("float32-out/no-lse/page16", spec, rows=4, keys=128, context=150)
     spec = SparseMLASpec(num_heads=12, latent=fp8, topk=128)
-    yield attention_case("spread-logits", spec, rows=5, keys=128, context=300, spread=20.0)
+    yield attention_case("spread-logits", spec, rows=5, keys=128, context=300, spread=20.0, small=True)
     spec = SparseMLASpec(
         num_heads=24, latent=fp8, topk=128, index_space="position", dcp=DCP(world=2, rank=1, interleave=4)
     )
@@ -161,6 +163,8 @@ def attention_case(
     context: int,
     spread: float = 1.0,
     quick: bool = True,
+    small: bool = False,
+    fault: int = 1,
 ) -> Case:
     """Return one attention case."""
     return Case(
@@ -170,6 +174,8 @@ def attention_case(
         limits=SMALL,
         make=attention_operands(spec, rows, keys, context, spread),
         quick=quick,
+        small=small,
+        fault=fault,
     )
 
 
@@ -207,7 +213,9 @@ def merge_cases() -> Iterator[Case]:
                     spec=spec,
                     limits=SMALL,
                     make=merge_operands(spec, rows),
-                    quick=dtype == "bfloat16" or parts == 3,
+                    quick=dtype == "bfloat16" or parts in (2, 3),
+                    small=parts < 8,
+                    fault=2,
                 )
 
 

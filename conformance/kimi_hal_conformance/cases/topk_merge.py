@@ -107,53 +107,55 @@ def cases() -> Iterator[Case]:
     for label, draw in DISTRIBUTIONS.items():
         for ordered in (False, True):
             spec = TopKSpec(topk=k, ordered=ordered, return_selected=True)
-            name = f"topk_select/{label}/{'ordered' if ordered else 'any-order'}"
-            yield Case(name, "topk_select", spec, LIMITS, select_operands(spec, draw, around, 900))
+            yield selected(f"{label}/{'ordered' if ordered else 'any-order'}", spec, draw, around, 900)
         rounded = TopKSpec(topk=k, score="bfloat16", return_selected=True)
-        yield Case(
-            f"topk_select/{label}/rounded",
-            "topk_select",
-            rounded,
-            LIMITS,
-            select_operands(rounded, draw, around, 900),
-        )
-        big = TopKSpec()
-        lengths = (2047, 2048, 2049, 8192)
-        yield Case(
-            f"topk_select/{label}/k2048",
-            "topk_select",
-            big,
-            LIMITS,
-            select_operands(big, draw, lengths, 8192),
-        )
+        yield selected(f"{label}/rounded", rounded, draw, around, 900)
+        yield selected(f"{label}/k2048", TopKSpec(), draw, (2047, 2048, 2049, 8192), 8192)
     window = TopKSpec(topk=4, has_row_start=True, scores_dtype="bfloat16", score="bfloat16")
-    yield Case(
-        "topk_select/windows",
-        "topk_select",
-        window,
-        LIMITS,
-        select_operands(window, spread, (9, 2, 0, 300, -1), 10),
-    )
-    none = TopKSpec(topk=8)
-    yield Case("topk_select/no-rows", "topk_select", none, LIMITS, select_operands(none, spread, (), 16))
+    yield selected("windows", window, spread, (9, 2, 0, 300, -1), 10)
+    yield selected("no-rows", TopKSpec(topk=8), spread, (), 16)
+    shard = TopKSpec(topk=16, dcp=DCP(world=4, rank=1, interleave=4), return_selected=True)
+    yield selected("dcp4-rank1-interleave4", shard, spread, (100, 6, 4), 40)
     for world, interleave in ((1, 1), (2, 1), (3, 4), (8, 64)):
         for protocol in ("full", "compact", "scores_only"):
-            for label in ("spread", "ties"):
+            for label in ("spread", "ties", "special"):
                 yield merged(world, interleave, protocol, label)
+        yield merged(world, interleave, "full", "ties", ordered=True)
 
 
-def merged(world: int, interleave: int, protocol: str, label: str) -> Case:
+#: Classes of ``docs/faults.md`` that a distribution of scores reproduces.
+FAULTS: dict[Draw, int] = {spread: 7, ties: 5, clustered: 6, special: 19}
+
+
+def selected(label: str, spec: TopKSpec, draw: Draw, lengths: Sequence[int], width: int) -> Case:
+    """Return one case of ``topk_select``."""
+    make, small = select_operands(spec, draw, lengths, width), width < 1000
+    name = f"topk_select/{label}"
+    return Case(name, "topk_select", spec, LIMITS, make, small=small, fault=FAULTS[draw])
+
+
+def merged(world: int, interleave: int, protocol: str, label: str, ordered: bool = False) -> Case:
     """Return one case of ``topk_merge`` over ``world`` ranks."""
     spec = TopKMergeSpec(
         dcp=DCP(world=world, interleave=interleave),
         topk=64,
         protocol=protocol,
         score="bfloat16" if protocol == "compact" else "float32",
+        ordered=ordered,
         return_global=protocol != "scores_only",
     )
     make = merge_operands(spec, DISTRIBUTIONS[label], (0, 1, 63, 64, 65, 900))
-    name = f"topk_merge/{protocol}/world{world}-interleave{interleave}/{label}"
-    return Case(name, "topk_merge", spec, LIMITS, make, ranks=world)
+    name = f"topk_merge/{protocol}/world{world}-interleave{interleave}/{label}{'/ordered' * ordered}"
+    return Case(
+        name,
+        "topk_merge",
+        spec,
+        LIMITS,
+        make,
+        small=world < 4,
+        fault=FAULTS[DISTRIBUTIONS[label]],
+        ranks=world,
+    )
 
 
 add(cases())

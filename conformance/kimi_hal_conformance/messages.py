@@ -1,0 +1,51 @@
+"""What the suite and its worker say to each other, one JSON object a line."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from kimi_hal_conformance.verdict import Verdict
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
+    """Cases of one implementation, to be run one after another in a process of their own.
+
+    Args:
+        implementation: full name.
+        device: the torch device that it is planned on.
+        hooks: ``"module:Class"`` of the device hooks.
+        cases: ids.
+        seed: of the operands.
+        limit: seconds that a case may take; the process ends itself long after, should nobody else.
+    """
+
+    implementation: str
+    device: str
+    hooks: str
+    cases: tuple[str, ...]
+    seed: int
+    limit: float
+
+
+class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A process is ready to run a batch: its id, and the versions that its device's hooks name."""
+
+    pid: int
+    versions: dict[str, str]
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """One case was run."""
+
+    verdict: Verdict
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The process of a batch is gone: its exit status, or the negative number of the signal that ended it."""
+
+    code: int
+
+
+Message: TypeAlias = Started | Done | Ended

@@ -1,0 +1,155 @@
+"""How selections are judged: exactly for given scores, by the score budget where scores are computed inside."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kimi_hal import ops
+from kimi_hal.ops.indexer import IndexerSpec, IndexerTopKSpec
+from kimi_hal.ops.topk_merge import TopKSpec
+from kimi_hal.parallel import ownership
+from kimi_hal.reference.topk_merge import topk_select
+from kimi_hal_conformance.budget import ACCUMULATION_MAX, ROUNDING_MAX, compare, compare_exact, wrong
+from kimi_hal_conformance.oracle import answer
+from kimi_hal_conformance.trial import Trial
+from kimi_hal_conformance.verdict import Measure
+
+
+def local_lengths(trial: Trial, width: int) -> Tensor:
+    """Return how many local keys each row may see, clamped to the block table and to ``width``."""
+    operands, spec = trial.question.operands, trial.spec
+    reach = operands["block_table"].shape[1] * spec.page if "block_table" in operands else width
+    lengths: Tensor = ownership.local_length(operands["row_len"].long(), ownership.of_keys(spec.dcp))
+    return lengths.clamp(0, min(width, reach))
+
+
+def front_compacted(name: str, indices: Tensor) -> Measure:
+    """Say whether every −1 of a row stands behind all its winners, and no other negative number is there."""
+    empty = indices < 0
+    if bool((empty[:, :-1] & ~empty[:, 1:]).any()):
+        return wrong(name, "a −1 stands before a selected position", exact=True)
+    if bool((indices[empty] != -1).any()):
+        return wrong(name, "an unused entry is not −1", exact=True)
+    return Measure(tensor=name, exact=True)
+
+
+def by_selected_set(trial: Trial) -> Iterator[Measure]:
+    """Compare selections exactly, as sets unless their order is asked for; scores follow their index."""
+    got, exact = trial.got.outputs, trial.exact.outputs
+    yield from same_selection(got["out"], exact["out"].int(), trial.spec.ordered)
+    if trial.spec.return_selected:
+        mine, theirs = got["scores_out"], exact["scores_out"].to(got["scores_out"].dtype)
+        order = (o["out"].argsort(dim=1, stable=True) for o in (got, exact))
+        yield compare_exact(
+            "scores_out", *(s.gather(1, o) for s, o in zip((mine, theirs), order, strict=True))
+        )
+
+
+def same_selection(got: Tensor, expected: Tensor, ordered: bool, name: str = "out") -> Iterator[Measure]:
+    """Compare two selections: front-compacted, equal as sets, and in order where it is asked for."""
+    yield front_compacted(name, got)
+    if not ordered:
+        got, expected = got.sort(dim=1).values, expected.sort(dim=1).values
+    yield compare_exact(name, got, expected)
+
+
+def by_winners(trial: Trial) -> Iterator[Measure]:
+    """Compare merged winners exactly: local ones and global ones ascend, −1 behind them."""
+    for name, tensor in trial.got.outputs.items():
+        yield compare_exact(name, tensor, trial.exact.outputs[name].int())
+
+
+def by_scores(trial: Trial) -> Iterator[Measure]:
+    """Judge a fused selection.
+
+    Against the oracle, no key that is left out may beat a selected one by more than the score budget. Against
+    the scores that the implementation itself computes (its test entry), the selection is exact.
+    """
+    got, spec = trial.got.outputs, trial.spec
+    exact, reference = (all_scores(trial, dtype) for dtype in (torch.float64, torch.float32))
+    lengths = local_lengths(trial, exact.shape[1])
+    positions = as_positions(trial, got["out"])
+    yield front_compacted("out", got["out"])
+    slack = score_slack(spec, exact, reference, lengths)
+    for problem in unfair(spec, positions, exact, lengths, slack):
+        yield wrong("out", problem, exact=True)
+    if spec.return_selected:
+        at = positions.clamp(0, exact.shape[1] - 1).long()
+        chosen = (t.gather(1, at).where(positions >= 0, -torch.inf) for t in (exact, reference))
+        yield compare("scores_out", got["scores_out"], *chosen)
+    yield from _by_own_scores(trial, positions, exact, reference, lengths)
+
+
+def _by_own_scores(
+    trial: Trial, positions: Tensor, exact: Tensor, reference: Tensor, lengths: Tensor
+) -> Iterator[Measure]:
+    """Hold all scores to their budget, and the selection to what it must be on them."""
+    own, spec = trial.got.outputs["all_scores_out"], trial.spec
+    keys = torch.arange(exact.shape[1]) < lengths[:, None]
+    yield compare("all_scores_out", *(t.where(keys, 0.0) for t in (own, exact, reference)))
+    select = TopKSpec(topk=spec.topk, score=spec.score, scores_dtype=spec.score, ordered=spec.ordered)
+    expected, _ = topk_select(select, own, lengths.int())
+    yield from same_selection(positions, expected.int(), spec.ordered, "out, on its own scores")
+
+
+def all_scores(trial: Trial, dtype: torch.dtype) -> Tensor:
+    """Return the reference's score of every key of every row, unrounded."""
+    fields = {f.name: getattr(trial.spec, f.name) for f in dataclasses.fields(IndexerSpec)}
+    question = dataclasses.replace(trial.question, op=ops.get("indexer_logits"), spec=IndexerSpec(**fields))
+    scores: Tensor = answer(question, dtype).outputs["out"]
+    return scores
+
+
+def score_slack(spec: IndexerTopKSpec, exact: Tensor, reference: Tensor, lengths: Tensor) -> float:
+    """Return how much worse than one left out a selected score may be: the budget of a score, twice rounded."""
+    keys = (torch.arange(exact.shape[1]) < lengths[:, None]) & exact.isfinite()
+    if not bool(keys.any()):
+        return 0.0
+    rounding = (exact.to(getattr(torch, spec.score)).double() - exact)[keys].abs().max()
+    drift = (reference.double() - exact)[keys].abs().max()
+    return float(ROUNDING_MAX * rounding + ACCUMULATION_MAX * drift)
+
+
+def unfair(
+    spec: IndexerTopKSpec, positions: Tensor, exact: Tensor, lengths: Tensor, slack: float
+) -> Iterator[str]:
+    """Yield what is wrong with a selection under the oracle's scores."""
+    ranked = exact.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    for row, length in enumerate(lengths.tolist()):
+        picked = positions[row][positions[row] >= 0].long()
+        wanted, distinct = min(spec.topk, length), len(set(picked.tolist()))
+        if picked.numel() != wanted or distinct != wanted or bool((picked >= length).any()):
+            yield f"row {row}: {distinct} distinct keys of {picked.numel()}, expected {wanted} of {length}"
+            continue
+        if spec.ordered and bool((picked.diff() <= 0).any()):
+            yield f"row {row}: positions do not ascend"
+        rest = torch.ones(length, dtype=torch.bool)
+        rest[picked] = False
+        if not rest.any() or not picked.numel():
+            continue
+        gap = float(ranked[row, :length][rest].max() - ranked[row, picked].min())
+        if gap > slack:
+            yield f"row {row}: a key that is left out beats a selected one by {gap:.3g}, budget {slack:.3g}"
+
+
+def as_positions(trial: Trial, indices: Tensor) -> Tensor:
+    """Return local positions where the Spec emits physical slots; a slot of no page of the row becomes −1."""
+    if trial.spec.emit == "local":
+        return indices
+    operands, page = trial.question.operands, trial.spec.page
+    found = torch.full_like(indices, -1)
+    for row in range(indices.shape[0]):
+        request = int(operands["row_req"][row])
+        if 0 <= request < operands["block_table"].shape[0]:
+            found[row] = _positions(indices[row], operands["block_table"][request], page)
+    return found
+
+
+def _positions(slots: Tensor, pages: Tensor, page: int) -> Tensor:
+    column = {p: c for c, p in enumerate(pages.tolist()) if p >= 0}
+    places = [column.get(slot // page, -1) * page + slot % page for slot in slots.tolist()]
+    return torch.tensor([place if place >= 0 else -1 for place in places], dtype=slots.dtype)
