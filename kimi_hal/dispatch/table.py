@@ -36,6 +36,11 @@ class PlanTable:
             raise PlanError(self._missing(key, device, on))
         return plan
 
+    def only(self, key: str) -> Plan | None:
+        """Return the plan of a key if there is just one; it checks itself where its operands are."""
+        on = self._plans.get(key)
+        return next(iter(on.values())) if on is not None and len(on) == 1 else None
+
     def any(self, key: str) -> Plan | None:
         """Return a plan of a key on whatever device, or ``None``: for shapes."""
         return next(iter(self._plans.get(key, {}).values()), None)

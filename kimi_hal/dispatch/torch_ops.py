@@ -15,7 +15,7 @@ import torch
 
 from kimi_hal.dispatch import convenience, schema
 from kimi_hal.dispatch.capture import tensors_of
-from kimi_hal.dispatch.scalars import flatten, scalars, spec_of
+from kimi_hal.dispatch.scalars import flatten, spec_of
 from kimi_hal.dispatch.table import PLANS
 from kimi_hal.errors import ContractError
 from kimi_hal.ops.operator import OPERATORS, Operator, output_shapes, torch_dtype
@@ -53,16 +53,17 @@ def _define(library: Any, op: Operator, name: str, text: str, call: Callable[...
 
 def kernel(op: Operator) -> Callable[..., Any]:
     """Return the function behind the functional overload."""
-    fields = frozenset(s.name for s in scalars(op))
+    parameters = op.signature.parameters.values()
+    named = tuple(p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY)
 
     def call(*args: Any, plan: str = "", **keywords: Any) -> Any:
-        operands = {n: v for n, v in keywords.items() if n not in fields}
+        operands = {n: keywords[n] for n in named if n in keywords}
         if operands.get("donate"):
             raise ContractError(
                 op.name, ["donate=True gives its inputs away, which no graph allows: use plan.run"]
             )
         if plan:
-            return PLANS.find(plan, _device(args)).run(*args, **operands)
+            return (PLANS.only(plan) or PLANS.find(plan, _device(args))).run(*args, **operands)
         return convenience.run(op, spec_of(op, keywords), args, operands)
 
     return call

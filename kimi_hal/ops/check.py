@@ -260,6 +260,7 @@ def _outputs(
 ) -> Iterator[str]:
     """Check the buffers that the caller gave; shapes only where the operands agree on their letters."""
     given = [out for out in op.outs if tensors.get(out.keyword) is not None]
+    shapes = shapes and all(hasattr(tensors[out.keyword], "stride") for out in given)
     if given and shapes and op.sizes is not None:
         dims.bound.update(op.sizes(spec, terms.limits, tensors))
     for out in given:

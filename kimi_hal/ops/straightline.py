@@ -23,11 +23,16 @@ def function(op: Operator, spec: Spec, terms: Terms, refuse: Refuse) -> Check:
     """Compile the check; ``refuse`` gets the operands in signature order when a condition fails."""
     writer = Writer(op, spec, terms)
     source = writer.source()
-    namespace = {**writer.constants, "refuse": refuse, "uneven": uneven}
+    namespace = {**writer.constants, "refuse": refuse, "uneven": uneven, "several": several}
     exec(compile(source, f"<check of {op.name}>", "exec"), namespace)
     check: Check = namespace[f"check_{op.name}"]
     check.__doc__ = source
     return check
+
+
+def several(size: Any) -> tuple[Any, ...]:
+    """Return the dimensions that a letter stands for."""
+    return size if isinstance(size, tuple) else (size,)
 
 
 @dataclass
@@ -232,15 +237,24 @@ class Writer:
             yield from indented(self._output(out))
 
     def _output(self, out: Out) -> Iterator[str]:
-        cap = self.terms.tensors.get(out.keyword)
-        tests = [self._dtype(out.keyword, (out.dtype_name(self.spec),)), self._device(out.keyword)]
-        if all(self._size(word) for word in out.shape.split()):
-            tests += self._shape(out.keyword, out.shape, [])
-            tests += self._layout(out.keyword, contiguity("last", cap), out.shape)
-            tests += self._alignment(out.keyword, cap)
-            yield from self._refuse_if(tests)
-        else:  # a size that only op.sizes knows, or that an absent operand would bind: the long way
+        cap, var = self.terms.tensors.get(out.keyword), out.keyword
+        tests = [self._dtype(var, (out.dtype_name(self.spec),)), self._device(var)]
+        sizes = [self._size(word) or self._sized(word) for word in out.shape.split()]
+        if not all(sizes):  # an operand that may be absent would bind it: the long way
             yield self.fail
+            return
+        tests += [f"(s := {var}.shape) != ({', '.join(sizes)},)"]
+        tests += self._layout(var, contiguity("last", cap), out.shape)
+        tests += self._alignment(var, cap)
+        yield from self._refuse_if(tests)
+
+    def _sized(self, word: str) -> str:
+        """Return the expression of a size that only ``op.sizes`` knows; it may stand for several dimensions."""
+        if self.op.sizes is None or word in self.maybe:
+            return ""
+        self.constants |= {"sizes": self.op.sizes, "spec": self.spec, "limits": self.terms.limits}
+        given = ", ".join(f"{n!r}: {n}" for n in self.op.signature.parameters)
+        return f"*several(sizes(spec, limits, {{{given}}})[{word!r}])"
 
     def _buffer(self, name: str, least: int) -> Iterator[str]:
         aligned = [f"{name}.data_ptr() % {WORKSPACE_ALIGN}"] if name == "workspace" and least else []

@@ -10,6 +10,7 @@ from inputs import CALLS, example
 from kimi_hal.dispatch.capture import tensors_of
 from kimi_hal.ops import OPERATORS, check
 from kimi_hal.ops.check import Terms
+from kimi_hal.ops.operator import output_shapes, torch_dtype
 
 
 def test_every_operator_has_an_example():
@@ -34,6 +35,12 @@ def test_the_straight_line_passes_a_legal_call_alone(monkeypatch, name, device):
     given = OPERATORS[name].signature.bind(*args, **kwargs).arguments
     monkeypatch.setattr(check, "problems", lambda *a: pytest.fail("the long way was taken"))
     checker(**given)
+    checker(**given, **buffers(name, spec, limits, given))
+
+
+def buffers(name, spec, limits, given):
+    shapes = output_shapes(OPERATORS[name], spec, limits, given)
+    return {s.keyword: torch.empty(s.shape, dtype=torch_dtype(s.dtype)) for s in shapes}
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -41,9 +48,10 @@ def test_both_forms_of_the_check_agree_on_every_wrong_operand(name):
     op = OPERATORS[name]
     spec, limits, args, kwargs = example(name)
     given = dict(op.signature.bind(*args, **kwargs).arguments)
+    given |= buffers(name, spec, limits, given)
     checker, terms = check.compiled(op, spec, limits), Terms(limits=limits)
     refuses = 0
-    for operand in op.args:
+    for operand in [*op.args, *(out.keyword for out in op.outs)]:
         for wrong in spoiled(given.get(operand)):
             changed = {**given, operand: wrong}
             reasons = check.problems(op, spec, changed, terms)
