@@ -72,8 +72,8 @@ def make(wanted: Wanted) -> Plan:
     A rank that cannot plan tells the others, so that all fail together and none waits.
     """
     require_spec(wanted.op, wanted.spec)
-    ranks.require(wanted.op, wanted.spec, wanted.group)
     try:
+        ranks.require(wanted.op, wanted.spec, wanted.group)
         made = _make(wanted)
     except Exception as error:
         ranks.fail(wanted.group, wanted.op.name, error)

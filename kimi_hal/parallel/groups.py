@@ -6,7 +6,6 @@ on a laptop; ``TorchGroup`` speaks to ``torch.distributed``. Both move bytes: an
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -16,7 +15,8 @@ import torch
 from torch import Tensor
 
 from kimi_hal.errors import GroupError
-from kimi_hal.parallel.meeting import Faults, Meeting, Offer, disagreement, ranks_text, run_ranks
+from kimi_hal.parallel.agreement import agree
+from kimi_hal.parallel.meeting import Faults, Meeting, Offer, disagreement, run_ranks
 
 if TYPE_CHECKING:
     from kimi_hal.ops.spec import DCP
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["Faults", "Group", "LoopbackGroup", "TorchGroup", "agree", "require"]
 
 Result = TypeVar("Result")
-
-#: Characters of each rank's text that ``agree`` can show; equality is decided by a digest of all of it.
-SHOWN = 480
 
 
 class Group(ABC):
@@ -246,24 +243,6 @@ class TorchGroup(Group):
                 f"rank {self.rank()} of {self.size()}: {call} (call {self._calls - 1}) did not end within "
                 f"{self._timeout:g} s: {first}. Did every rank reach this call?"
             ) from error
-
-
-def agree(group: Group, text: str) -> None:
-    """Compare a text on all ranks with one collective, for instance a plan's key.
-
-    Raises:
-        GroupError: on all ranks, if any differs; names the ranks of each text.
-    """
-    data = text.encode()
-    digest = torch.frombuffer(bytearray(hashlib.sha256(data).digest()), dtype=torch.uint8)
-    message = torch.cat((digest, _header(text, SHOWN)))
-    texts: dict[bytes, list[int]] = {}
-    for rank, row in enumerate(group.all_gather(message.to(group.device)).cpu()):
-        texts.setdefault(bytes(row.tolist()), []).append(rank)
-    if len(texts) == 1:
-        return
-    shown = [f"{ranks_text(ranks)} {_shown(row[32:])!r}" for row, ranks in texts.items()]
-    raise GroupError("ranks do not agree: " + "; ".join(shown))
 
 
 def require(group: Group | None, dcp: DCP) -> Group:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 
 from kimi_hal.errors import GroupError
+from kimi_hal.parallel.agreement import agree_on
 from kimi_hal.parallel.groups import Faults, Group, LoopbackGroup, TorchGroup, agree
 
 
@@ -214,8 +215,45 @@ def test_ranks_with_another_text_are_named() -> None:
 
 
 def test_texts_that_differ_behind_what_is_shown_do_not_agree() -> None:
-    seen = failures(lambda g: agree(g, "x" * 1000 + str(g.rank() % 2)))
-    assert seen[0].startswith("ranks do not agree: ranks 0, 2 'xxx")
+    text = "plan " + "x" * 1000
+    seen = failures(lambda g: agree(g, text + str(g.rank() % 2) + "y" * 500))
+    shown = [f"{text[:160]}… {'x' * 60}{i}{'y' * 239}…" for i in range(2)]
+    assert seen == dict.fromkeys(
+        range(3), f"ranks do not agree: ranks 0, 2 '{shown[0]}'; rank 1 '{shown[1]}'"
+    )
+
+
+def test_texts_of_other_lengths_do_not_agree() -> None:
+    seen = failures(lambda g: agree(g, "plan é" * (g.rank() + 1)), 2)
+    assert seen[0] == "ranks do not agree: rank 0 'plan é'; rank 1 'plan éplan é'"
+    assert failures(lambda g: agree(g, "a" * g.rank()), 2)[1] == "ranks do not agree: rank 0 ''; rank 1 'a'"
+
+
+def test_ranks_that_agree_meet_once_and_send_40_bytes() -> None:
+    def one_rank(group: Group) -> int:
+        agree(group, "the same plan" * 100)
+        agree_on(group, {"interleave": 4})
+        return group.bytes_sent
+
+    assert run(one_rank) == [80] * 3
+
+
+def test_facts_that_differ_are_named_with_their_ranks() -> None:
+    facts = [
+        {"dcp.world": 4, "dcp.interleave": 1, "dtype": "bfloat16"},
+        {"dcp.world": 4, "dcp.interleave": 64, "dtype": "bfloat16"},
+        {"dcp.world": 4, "dcp.interleave": 1, "dtype": "float8_e4m3fn"},
+    ]
+    text = (
+        "ranks do not agree on dcp.interleave: ranks 0, 2 have 1, rank 1 has 64; "
+        'dtype: ranks 0, 1 have "bfloat16", rank 2 has "float8_e4m3fn"'
+    )
+    assert failures(lambda g: agree_on(g, facts[g.rank()])) == dict.fromkeys(range(3), text)
+
+
+def test_a_fact_that_one_rank_does_not_have_is_null() -> None:
+    seen = failures(lambda g: agree_on(g, {"page": 64} if g.rank() else {}), 2)
+    assert seen[1] == "ranks do not agree on page: rank 0 has null, rank 1 has 64"
 
 
 # --- torch.distributed ----------------------------------------------------------------------------------

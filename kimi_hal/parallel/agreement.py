@@ -1,0 +1,100 @@
+"""Whether all ranks decided alike: one small message where they did, and a sentence that says where not."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kimi_hal.errors import GroupError
+from kimi_hal.parallel.meeting import ranks_text
+
+if TYPE_CHECKING:
+    from kimi_hal.parallel.groups import Group
+
+#: Characters of a text that a sentence shows whole; of a longer one its beginning, and where it differs.
+SHOWN = 480
+BEGINNING, BEFORE, AFTER = 160, 60, 240
+
+
+def agree(group: Group, text: str) -> None:
+    """Compare a text on all ranks, for instance a plan's key: one collective, a second where they differ.
+
+    Raises:
+        GroupError: on all ranks, if any differs; names the ranks of each text.
+    """
+    texts = _others(group, text)
+    if texts is None:
+        return
+    first = _difference(texts)
+    shown = (f"{ranks_text(ranks)} {_shown(one, first)!r}" for one, ranks in _ranks(texts).items())
+    raise GroupError("ranks do not agree: " + "; ".join(shown))
+
+
+def agree_on(group: Group, facts: Mapping[str, str | int | float | bool | None]) -> None:
+    """Compare named facts on all ranks, for instance the interleave of a cache.
+
+    Raises:
+        GroupError: on all ranks, if any differs; names each fact that does, and the ranks of each value.
+    """
+    texts = _others(group, json.dumps(dict(facts)))
+    if texts is None:
+        return
+    told = [json.loads(text) for text in texts]
+    sentences = []
+    for name in sorted({name for each in told for name in each}):
+        values = _ranks([json.dumps(each.get(name)) for each in told])
+        if len(values) > 1:
+            shown = (f"{ranks_text(ranks)} {_has(ranks)} {value}" for value, ranks in values.items())
+            sentences.append(f"{name}: {', '.join(shown)}")
+    raise GroupError("ranks do not agree on " + "; ".join(sentences))
+
+
+def _others(group: Group, text: str) -> list[str] | None:
+    """Return every rank's text, or ``None`` where all are the same."""
+    data = text.encode()
+    digest = bytearray(hashlib.sha256(data).digest() + len(data).to_bytes(8, "little"))
+    seen = [bytes(row) for row in group.all_gather(_bytes(digest).to(group.device)).cpu().tolist()]
+    if len(set(seen)) == 1:
+        return None
+    longest = max(int.from_bytes(each[32:], "little") for each in seen)
+    message = _bytes(bytearray(data.ljust(longest, b"\0"))).to(group.device)
+    rows = group.all_gather(message).cpu().tolist()
+    return [bytes(row).rstrip(b"\0").decode() for row in rows]
+
+
+def _bytes(data: bytearray) -> Tensor:
+    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def _ranks(texts: list[str]) -> dict[str, list[int]]:
+    """Return the ranks of each different text, in rank order."""
+    found: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        found.setdefault(text, []).append(rank)
+    return found
+
+
+def _has(ranks: list[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"
+
+
+def _difference(texts: list[str]) -> int:
+    """Return the first place at which not all texts are alike."""
+    shortest = min(map(len, texts))
+    return next((i for i in range(shortest) if len({text[i] for text in texts}) > 1), shortest)
+
+
+def _shown(text: str, first: int) -> str:
+    """Return a text, or of a long one its beginning and what stands around place ``first``."""
+    if len(text) <= SHOWN:
+        return text
+    start = max(0, first - BEFORE)
+    if start <= BEGINNING:
+        return text[: first + AFTER] + "…"
+    end = "…" if first + AFTER < len(text) else ""
+    return f"{text[:BEGINNING]}… {text[start : first + AFTER]}{end}"
