@@ -21,6 +21,7 @@ COMMANDS = {
     "doctor": ("kimi_hal.cli.doctor", "Say what is installed, what was found, and what is wrong."),
     "explain": ("kimi_hal.cli.explain", "Say which implementation an operator gets, and why not the others."),
     "list": ("kimi_hal.cli.list", "Print the support matrix of every installed backend."),
+    "new-backend": ("kimi_hal.cli.new_backend", "Write the package of a new backend, ready to run."),
     "step": ("kimi_hal.cli.step", "Run one decode step of each kind of layer and measure it."),
 }
 
