@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from kimi_hal.dispatch import signatures
+from kimi_hal.dispatch.capture import tensors_of
 from kimi_hal.dispatch.contract import BuildContext
 from kimi_hal.ops.operator import Operator, OutputShape, get, output_shapes, torch_dtype
 
@@ -21,47 +24,76 @@ def function(op: Operator) -> Callable[..., Any]:
 
 
 def build(ctx: BuildContext) -> Callable[..., Any]:
-    """Make the run function of the reference for one operator and Spec.
+    """Make the run function of the reference for one operator and Spec."""
+    op = get(ctx.operator)
+    call = Call.of(op, ctx)
+    run = signatures.function(op, op.name, call)
+    if op.tested:
+        run.return_scores = test_entry(op, call)  # type: ignore[attr-defined]
+    return run
 
-    A reference function that has an output as a parameter writes it itself and so leaves the rest of the
-    caller's bytes alone; where the caller gives none, it gets one that is filled with −inf.
-    """
-    op, spec = get(ctx.operator), ctx.spec
-    fn = function(op)
-    context = {"group": ctx.group} if op.grouped else {}
-    keywords = [o.keyword for o in op.outs]
-    written = [k for k in keywords if k in inspect.signature(fn).parameters]
-    inputs = [n for n in op.signature.parameters if n not in {*keywords, "step", "workspace"}]
 
-    def call(args: tuple[Any, ...], kwargs: dict[str, Any], **tested: Any) -> Any:
-        bound = op.signature.bind(*args, **kwargs)
+def test_entry(op: Operator, call: Call) -> Callable[..., Any]:
+    """Return the run function that also fills, and returns, the operator's one tested output."""
+    (tested,) = op.tested
+
+    def run(*args: Any, **keywords: Any) -> Any:
+        buffer = keywords.pop(tested.keyword)
+        bound = op.signature.bind(*args, **keywords)
         bound.apply_defaults()
-        given = bound.arguments
-        ctx.check(**given)
-        shapes = output_shapes(op, spec, ctx.limits, given)
+        return (*call(dict(bound.arguments), **{tested.keyword: buffer}), buffer)
+
+    return run
+
+
+@dataclass(frozen=True)
+class Call:
+    """A reference function between the checks of its operands and the rounding of its results.
+
+    Args:
+        op: the operator.
+        ctx: what it is built for.
+        fn: the reference function.
+        inputs: the operands that it takes.
+        written: the outputs that it takes as well. It writes them itself, and so leaves alone the bytes of
+            the caller that are nobody's; where the caller gives none, it gets one filled with −inf.
+    """
+
+    op: Operator
+    ctx: BuildContext
+    fn: Callable[..., Any]
+    inputs: tuple[str, ...]
+    written: tuple[str, ...]
+
+    @classmethod
+    def of(cls, op: Operator, ctx: BuildContext) -> Call:
+        """Read off the function which outputs it writes itself."""
+        fn = function(op)
+        outputs = [out.keyword for out in op.outs]
+        apart = {*outputs, "step", "workspace"}
+        inputs = tuple(name for name in op.signature.parameters if name not in apart)
+        return cls(op, ctx, fn, inputs, tuple(o for o in outputs if o in inspect.signature(fn).parameters))
+
+    def __call__(self, given: dict[str, Any], **tested: Any) -> Any:
+        """Run on operands by name; returns what the operator returns."""
+        self.ctx.check(**given)
+        shapes = output_shapes(self.op, self.ctx.spec, self.ctx.limits, given)
         for shape in shapes:
-            if shape.keyword in written and given[shape.keyword] is None:
-                given[shape.keyword] = fresh(shape, given[inputs[0]].device)
-        results = fn(spec, **{name: given[name] for name in [*inputs, *written]}, **context, **tested)
-        if not op.outs:
-            return results
+            if shape.keyword in self.written and given[shape.keyword] is None:
+                given[shape.keyword] = fresh(shape, next(tensors_of(given.values())).device)
+        operands = {name: given[name] for name in (*self.inputs, *self.written)}
+        context = {"group": self.ctx.group} if self.op.grouped else {}
+        results = self.fn(self.ctx.spec, **operands, **context, **tested)
+        return self._rounded(results, shapes, given) if self.op.outs else results
+
+    def _rounded(self, results: Any, shapes: tuple[OutputShape, ...], given: Mapping[str, Any]) -> Any:
         results = results if isinstance(results, tuple) else (results,)
+        inputs = [given[name] for name in self.inputs]
         outs = tuple(
-            place(value, given[shape.keyword], torch_dtype(shape.dtype))
+            place(value, given[shape.keyword], torch_dtype(shape.dtype), inputs)
             for value, shape in zip(results, shapes, strict=True)
         )
         return outs if len(outs) > 1 else outs[0]
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return call(args, kwargs)
-
-    def return_scores(*args: Any, all_scores_out: Any, **kwargs: Any) -> Any:
-        return (*call(args, kwargs, all_scores_out=all_scores_out), all_scores_out)
-
-    run.__signature__ = op.signature  # type: ignore[attr-defined]
-    if op.tested:
-        run.return_scores = return_scores  # type: ignore[attr-defined]
-    return run
 
 
 def fresh(shape: OutputShape, device: Any) -> Any:
@@ -71,10 +103,16 @@ def fresh(shape: OutputShape, device: Any) -> Any:
     return torch.full(shape.shape, -torch.inf, dtype=torch_dtype(shape.dtype), device=device)
 
 
-def place(value: Any, buffer: Any | None, dtype: Any) -> Any:
-    """Round a result once to its dtype, into the caller's buffer if there is one."""
+def place(value: Any, buffer: Any | None, dtype: Any, inputs: list[Any]) -> Any:
+    """Round a result once to its dtype, into the caller's buffer if there is one.
+
+    A result that is an input, as a gather over one rank is, is copied: an operator returns no input.
+    """
     if buffer is None:
-        return value.to(dtype)
+        rounded = value.to(dtype)
+        home = rounded.untyped_storage().data_ptr()
+        shared = any(t.untyped_storage().data_ptr() == home for t in tensors_of(inputs))
+        return rounded.clone() if shared and home else rounded
     if value is not buffer:
         buffer.copy_(value)
     return buffer
