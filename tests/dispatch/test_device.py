@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from kimi_hal.dispatch.device import CANARY, HostDevice, guarded
 
 

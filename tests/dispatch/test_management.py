@@ -6,6 +6,7 @@ import ctypes
 from typing import Any
 
 import pytest
+
 from kimi_hal.dispatch import management
 
 
