@@ -14,6 +14,7 @@ from kimi_hal.errors import GroupError
 from kimi_hal.parallel.meeting import ranks_text
 
 if TYPE_CHECKING:
+    from kimi_hal.ops.spec import DCP
     from kimi_hal.parallel.groups import Group
 
 #: Characters of a text that a sentence shows whole; of a longer one its beginning, and where it differs.
@@ -52,6 +53,16 @@ def agree_on(group: Group, facts: Mapping[str, str | int | float | bool | None])
             shown = (f"{ranks_text(ranks)} {_has(ranks)} {value}" for value, ranks in values.items())
             sentences.append(f"{name}: {', '.join(shown)}")
     raise GroupError("ranks do not agree on " + "; ".join(sentences))
+
+
+def agree_dcp(group: Group, dcp: DCP) -> None:
+    """Compare over the ranks how positions are spread.
+
+    Raises:
+        GroupError: on all ranks, if world, interleave or what is sharded differs.
+    """
+    facts = {name: value for name, value in dcp.to_dict().items() if name != "rank"}
+    agree_on(group, {f"dcp.{name}": value for name, value in facts.items()})
 
 
 def _others(group: Group, text: str) -> list[str] | None:

@@ -68,9 +68,9 @@ class ContextCache:
         page: int,
         dcp: DCP,
         group: Group,
-        *,
         tokens: int,
         requests: int,
+        *,
         device: torch.device | str,
         gather: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
