@@ -68,8 +68,8 @@ def shadowed(shadow: Shadow, run: Run) -> Run:
     calls = itertools.count(1)
 
     def call(given: dict[str, Any]) -> Any:
-        number = next(calls)
         capture.refuse(shadow.op.name, given, "KIMI_HAL_CHECK=shadow compares values")
+        number = next(calls)
         if (number - 1) % shadow.every:
             return _run(shadow.op, run, given)
         before = _before(shadow, given)

@@ -106,7 +106,8 @@ def test_turning_query_and_keys_leaves_the_scores() -> None:
     index.put(0, reference.hadamard(keys))
     turned = IndexQuerySpec(index=POW2, num_heads=4, hadamard=True)
     rotated = index.logits(reference.quantize_index_query(turned, q, torch.ones(1, 4)), *rows)
-    torch.testing.assert_close(plain[:, :64], rotated[:, :64], rtol=0.1, atol=0.1)
+    difference = (plain[:, :64] - rotated[:, :64]).norm() / plain[:, :64].norm()
+    assert 0 < difference < 0.1  # two roundings of e4m3, whose step is 1/8 of the value
 
 
 def test_the_run_function_gives_the_weights_in_the_asked_dtype() -> None:
