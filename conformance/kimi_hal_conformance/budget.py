@@ -73,15 +73,7 @@ def compare(name: str, got: Tensor, exact: Tensor, reference: Tensor, inner: Ten
     i = NONE if inner is None else unit(inner, exact, finite)
     limit = allowed(r, a, i)
     norm, maximum = _fraction(error.norm, limit.norm), _fraction(error.maximum, limit.maximum)
-    problem = ""
-    if norm > 1 or maximum > 1:
-        parts = f"rounding {r.norm:.3g}, accumulation {a.norm:.3g}" + (
-            f", inner {i.norm:.3g}" if i.norm else ""
-        )
-        problem = (
-            f"error {error.norm:.3g} rms and {error.maximum:.3g} at most is {norm:.3g} and {maximum:.3g} times "
-            f"its budget ({parts})"
-        )
+    over = norm > 1 or maximum > 1
     return Measure(
         tensor=name,
         exact=False,
@@ -90,8 +82,19 @@ def compare(name: str, got: Tensor, exact: Tensor, reference: Tensor, inner: Ten
         rounding=r.norm,
         accumulation=a.norm,
         inner=i.norm,
-        problem=problem,
+        problem=_beyond(error, limit, (r, a, i)) if over else "",
     )
+
+
+def _beyond(error: Unit, limit: Unit, units: tuple[Unit, Unit, Unit]) -> str:
+    """Say by how much an error is beyond its budget, and of what the budget was made."""
+    sizes = f"error {error.norm:.3g} rms and {error.maximum:.3g} at most"
+    if not limit.norm:
+        return f"{sizes}, where nothing has to be rounded"
+    times = f"{error.norm / limit.norm:.3g} and {error.maximum / limit.maximum:.3g} times its budget"
+    names = ("rounding", "accumulation", "inner")
+    made = ", ".join(f"{n} {u.norm:.3g}" for n, u in zip(names, units, strict=True) if u.norm)
+    return f"{sizes} is {times} ({made})"
 
 
 def allowed(r: Unit, a: Unit, i: Unit) -> Unit:

@@ -73,7 +73,8 @@ def refused(error: BaseException, implementation: str) -> tuple[str, ...]:
 def described(error: BaseException) -> str:
     """Say what was raised, and by which rank's own error where ranks meet."""
     text = f"{type(error).__name__}: {error}".rstrip(": ")
-    return f"{text} (from {described(error.__cause__)})" if error.__cause__ else text
+    cause = error.__cause__
+    return f"{text} (from {described(cause)})" if cause and str(cause) not in text else text
 
 
 def try_case(case: Case, subject: Subject, seed: int) -> tuple[list[str], list[Measure]]:

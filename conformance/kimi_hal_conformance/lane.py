@@ -20,8 +20,10 @@ from kimi_hal_conformance.case import CASES
 from kimi_hal_conformance.messages import Batch, Done, Ended, Message, Started
 from kimi_hal_conformance.verdict import CRASHED, HUNG, NOT_RUN, PASSED, Verdict
 
+#: Seconds in which a worker must have imported torch and the suite, and the device's hooks answered.
+START_LIMIT = 120.0
 #: Seconds more for the first case of a process, which imports the kernels and may compile them.
-START_LIMIT = 60.0
+FIRST_CASE = 60.0
 #: Seconds in which a process that was asked to show its stack must end.
 GRACE = 3.0
 #: After so many lost cases in a row the rest of an implementation's are not tried.
@@ -78,14 +80,15 @@ class Lane:
         with contextlib.suppress(BrokenPipeError):
             self._worker.stdin.write(msgspec.json.encode(batch) + b"\n")
             self._worker.stdin.flush()
-        left, pid, limit = deque(batch.cases), 0, batch.limit + START_LIMIT
+        left, pid, limit = deque(batch.cases), 0, START_LIMIT
         while True:
             message = self._receive(limit)
             if isinstance(message, Started):
                 pid, self.versions = message.pid, self.versions | message.versions
+                limit = batch.limit + FIRST_CASE
             elif isinstance(message, Done):
                 left.popleft()
-                limit = batch.limit if left else START_LIMIT
+                limit = batch.limit
                 found = message.verdict
                 if found.status != PASSED:
                     output = f"{self._output(mark)}\n{found.output}".strip()

@@ -186,11 +186,10 @@ def left_out(case: Case, implementation: Implementation, loaded: Loaded, profile
 
 def batch(trial: Trial, loaded: Loaded, request: Request) -> Batch:
     """Return what the trial's process is told."""
-    host = on_host(loaded, request)
     return Batch(
         implementation=trial.full_name,
-        device="cpu" if host else loaded.backend.torch_device,
-        hooks=HOST if host else loaded.backend.device,
+        device="cpu" if on_host(loaded, request) else loaded.backend.torch_device,
+        hooks=HOST if request.execution == "interpreted" else loaded.backend.device,
         cases=tuple(case.id for case in trial.cases),
         seed=request.seed,
         limit=request.limit or LIMITS[request.execution],

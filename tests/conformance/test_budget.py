@@ -70,7 +70,26 @@ def test_an_infinity_that_rounding_makes_is_expected() -> None:
 
 def test_an_exact_result_has_no_room() -> None:
     x = torch.tensor([1.0, 2.0], dtype=torch.float64)
-    assert compare("out", torch.tensor([1.0, 2.0000002]), x, x.float()).norm == float("inf")
+    measure = compare("out", torch.tensor([1.0, 2.0000002]), x, x.float())
+    assert measure.norm is None
+    assert measure.maximum is None
+    assert measure.problem == "error 1.69e-07 rms and 2.38e-07 at most, where nothing has to be rounded"
+
+
+def test_admitted_roundings_inside_widen_the_budget() -> None:
+    x = exact()
+    twice = (x + 0.002 * exact().flip(0)).bfloat16()
+    assert compare("out", twice, x, x.float(), inner=(x + 0.002 * exact().flip(0)).bfloat16()).norm < 1
+    assert compare("out", (x * 1.01).bfloat16(), x, x.float(), inner=x.bfloat16()).problem
+
+
+def test_the_parts_of_a_budget_are_said() -> None:
+    x = exact()
+    problem = compare("out", (x * 1.01).bfloat16(), x, x.float()).problem
+    assert problem == (
+        "error 0.00993 rms and 0.0372 at most is 4 and 1.94 times its budget "
+        "(rounding 0.00166, accumulation 2.52e-08)"
+    )
 
 
 def test_discrete_tensors_are_equal_in_every_entry() -> None:
@@ -78,7 +97,10 @@ def test_discrete_tensors_are_equal_in_every_entry() -> None:
     assert not compare_exact("out", expected.clone(), expected).problem
     got = expected.clone()
     got[1, 0] = 7
-    assert compare_exact("out", got, expected).problem == "1 of 4 entries differ; first at [1, 0]: got 7, expected 3"
+    assert (
+        compare_exact("out", got, expected).problem
+        == "1 of 4 entries differ; first at [1, 0]: got 7, expected 3"
+    )
 
 
 def test_a_wrong_shape_is_said() -> None:

@@ -46,11 +46,32 @@ def test_a_write_just_past_an_output_is_found() -> None:
     assert list(room.problems(())) == ["memory around out was written"]
 
 
-def test_outputs_hold_nan_before_the_call() -> None:
+def test_outputs_hold_what_no_result_is_before_the_call() -> None:
     room = Room(HostDevice())
     assert room.output("a", (3,), "float32").isnan().all()
     assert room.output("b", (3,), "bfloat16").isnan().all()
-    assert (room.output("c", (3,), "int32") == -1).all()
+    assert (room.output("c", (3,), "int32") == 0x5B5B5B5B).all()
+
+
+def test_scratch_holds_nan_before_the_call() -> None:
+    assert (Room(HostDevice()).scratch("workspace", 5) == 0xFF).all()
+
+
+def test_a_column_of_a_table_is_compared_by_its_bits() -> None:
+    room = Room(HostDevice())
+    column = torch.tensor([[1, 2, 3]], dtype=torch.int32)[:, 0]
+    placed = room.operand("ids", column)
+    assert list(room.problems(())) == []
+    placed[0] = 2
+    assert list(room.problems(())) == ["ids was modified"]
+
+
+def test_nan_and_minus_zero_are_bits_like_others() -> None:
+    room = Room(HostDevice())
+    placed = room.operand("x", torch.tensor([float("nan"), 0.0]))
+    assert list(room.problems(())) == []
+    placed[1] = -0.0
+    assert list(room.problems(())) == ["x was modified"]
 
 
 def test_the_guard_is_as_wide_as_promised() -> None:
