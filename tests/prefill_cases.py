@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +38,11 @@ class PrefillCase:
         """Plan what each rank computes: one rank's whole layer."""
         return plan("dsa_decode", spec or self.dsa.spec(), limits, device="cpu")
 
+    def plan_attention(self, heads: int) -> Plan:
+        """Plan attention of some heads over all tokens."""
+        spec = dataclasses.replace(self.dsa.spec().attn, num_heads=heads)
+        return plan("sparse_mla", spec, LIMITS, device="cpu")
+
     def expected(self, **more: Any) -> tuple[Tensor, Tensor]:
         """Return out and lse of one rank with all heads."""
         result: tuple[Tensor, Tensor] = self.plan(**more).run(**self.dsa.operands())
@@ -58,7 +64,7 @@ class PrefillCase:
             "row_len",
             "k_scale",
         )
-        given = self.dsa.operands(dcp) if dcp.world <= self.heads else {}
+        given = self.dsa.operands(dcp)
         return {name: given[name] for name in names}
 
 
