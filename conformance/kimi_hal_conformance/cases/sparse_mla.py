@@ -213,7 +213,6 @@ def merge_cases() -> Iterator[Case]:
                     spec=spec,
                     limits=SMALL,
                     make=merge_operands(spec, rows),
-                    quick=dtype == "bfloat16" or parts in (2, 3),
                     small=parts < 8,
                     fault=2,
                 )
