@@ -1,0 +1,3 @@
+"""Mutants of what chooses and plans: selection, settings, loading, pairing, groups."""
+
+from __future__ import annotations

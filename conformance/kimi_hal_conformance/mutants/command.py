@@ -1,0 +1,95 @@
+"""``kimi-hal conformance prove``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+from rich.console import Console
+
+from kimi_hal.errors import KimiHalError
+
+if TYPE_CHECKING:
+    from kimi_hal_conformance.prove import Killed, Proof
+
+
+@click.command()
+@click.option("--only", multiple=True, metavar="ID", help="This mutant alone; may be repeated.")
+@click.option("--quick", is_flag=True, help="The quick profile's cases alone.")
+@click.option(
+    "--every", is_flag=True, help="Run all tests over each mutant, not only up to the first that kills it."
+)
+@click.option("--seed", default=0, show_default=True, help="Seed of the operands.")
+@click.option("--lanes", type=click.IntRange(min=1), metavar="N", help="Processes at once.")
+@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write JSON here.")
+@click.pass_context
+def prove(
+    ctx: click.Context,
+    only: tuple[str, ...],
+    quick: bool,
+    every: bool,
+    seed: int,
+    lanes: int | None,
+    json_path: Path | None,
+) -> None:
+    """Run the suite over wrong implementations; each must be killed.
+
+    Exit status: 0, all were; 1, one survived; 2, what was asked for does not exist.
+    """
+    from kimi_hal_conformance import prove as proving
+
+    console = Console()
+    done = 0
+
+    def told(killed: Killed) -> None:
+        nonlocal done
+        done += 1
+        status.update(f"{done} mutants: {killed.mutant} {'killed' if killed.kills else 'SURVIVED'}")
+
+    try:
+        with console.status("starting") as status:
+            proof = proving.run(proving.Wanted(only, quick, every, seed, lanes), told)
+    except KimiHalError as error:
+        click.echo(f"Error: {error}", err=True)
+        ctx.exit(2)
+    print_proof(proof, console)
+    if json_path:
+        json_path.write_bytes(msgspec.json.format(msgspec.json.encode(proof), indent=2) + b"\n")
+    ctx.exit(0 if proof.ok else 1)
+
+
+def print_proof(proof: Proof, console: Console) -> None:
+    """Print what killed each mutant, the smallest input that shows it, and the closing line."""
+    for found in proof.mutants:
+        for line in lines(found, proof.every):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    for name in proof.refusing:
+        console.print(f"{name} refused a case: it is not on trial there", style="red", highlight=False)
+    console.print(summary(proof), highlight=False, style="green" if proof.ok else "red", soft_wrap=True)
+
+
+def lines(found: Killed, every: bool) -> Iterator[str]:
+    """Yield a mutant's lines."""
+    yield f"{found.mutant}: {found.breaks}"
+    if not found.kills:
+        yield f"    SURVIVED {found.tried} tests"
+        return
+    first = found.kills[0]
+    count = f" ({len(found.kills)} of {found.of} kill it)" if every else ""
+    yield f"    killed by {first.test}{count}: {first.problem}"
+    part = first.smallest.removeprefix(first.test).removeprefix(", ")
+    yield f"    smallest input: {part}: {first.input}" if part else f"    smallest input: {first.input}"
+
+
+def summary(proof: Proof) -> str:
+    """Return the closing line."""
+    killed = len(proof.mutants) - len(proof.survivors)
+    text = f"{killed} of {len(proof.mutants)} mutants killed ({proof.profile}) in {proof.seconds:.0f} s"
+    if proof.survivors:
+        text += f"; survivors: {', '.join(proof.survivors)}"
+    if proof.every:
+        text += f"; {sum(m.by_all for m in proof.mutants)} killed by every test"
+    return text

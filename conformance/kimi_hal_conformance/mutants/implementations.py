@@ -1,0 +1,37 @@
+"""Every mutant as an implementation of the operators that it gets wrong. Imports no torch.
+
+Each claims all that the reference claims: whatever the suite asks, a mutant may not refuse.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from kimi_hal import ops
+from kimi_hal.dispatch.contract import Implementation
+from kimi_hal.reference.capabilities import implementation
+from kimi_hal_conformance.mutants.catalogue import load
+from kimi_hal_conformance.mutants.mutant import Mutant
+
+BUILDERS = "kimi_hal_conformance.mutants.builders"
+#: An operator -> the operator without which no case of it can run.
+NEEDED = {"kda_commit": "kda_verify", "prepare_moe_weights": "moe_experts"}
+
+
+def declared(mutant: Mutant) -> Iterator[Implementation]:
+    """Yield a mutant's implementations: the reference's declarations under its own name and builders."""
+    names = {*mutant.operators, *(NEEDED[o] for o in mutant.operators if o in NEEDED)}
+    for name in sorted(names):
+        like = implementation(ops.get(name))
+        yield dataclasses.replace(
+            like,
+            name=mutant.id,
+            build=f"{BUILDERS}:build_{mutant.id}",
+            weights=like.weights and f"{BUILDERS}:weights_{mutant.id}",
+            size=like.size and f"{BUILDERS}:sizes_{mutant.id}",
+            source=(),
+        )
+
+
+IMPLEMENTATIONS = tuple(i for mutant in load().values() for i in declared(mutant))

@@ -1,0 +1,66 @@
+"""A property: what must hold of functions that are no operator, whoever's copy of the core they are in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+#: Imports a module of the core, or of a copy of it, by its name inside the package.
+Modules = Callable[[str], ModuleType]
+
+
+@dataclass(frozen=True)
+class Property:
+    """One property.
+
+    Args:
+        id: ``"ownership/lengths"``; its area stands before the slash.
+        check: raises where the property does not hold of the modules that it gets.
+        input: what it is tried on.
+    """
+
+    id: str
+    check: Callable[[Modules], None]
+    input: str
+
+    @property
+    def area(self) -> str:
+        """Return what the property is about."""
+        return self.id.partition("/")[0]
+
+
+PROPERTIES: dict[str, Property] = {}
+
+
+def holds(name: str, on: str) -> Callable[[Callable[[Modules], None]], Callable[[Modules], None]]:
+    """Register the decorated function as a property.
+
+    Args:
+        name: its id.
+        on: what it is tried on.
+    """
+
+    def register(check: Callable[[Modules], None]) -> Callable[[Modules], None]:
+        assert name not in PROPERTIES, f"property {name} is registered twice"
+        PROPERTIES[name] = Property(name, check, on)
+        return check
+
+    return register
+
+
+def violation(found: Property, modules: Modules) -> str:
+    """Return how a property is violated, or an empty string."""
+    try:
+        found.check(modules)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever a wrong core raises violates the property
+        return f"{type(error).__name__}: {error}".rstrip(": ")
+    return ""
+
+
+def expect(what: str, got: object, wanted: object) -> None:
+    """Raise unless two values are equal."""
+    if got != wanted:
+        raise AssertionError(f"{what}: got {got}, expected {wanted}")
