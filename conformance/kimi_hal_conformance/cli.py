@@ -9,6 +9,7 @@ from rich.console import Console
 
 from kimi_hal.errors import KimiHalError
 from kimi_hal.settings import EXECUTIONS
+from kimi_hal_conformance.mutants.command import prove
 
 
 class AskedError(click.ClickException):
@@ -102,6 +103,9 @@ def cases(operator: str | None) -> None:
         if wanted in (None, case.operator):
             profiles = ["interp"] * case.small + ["quick"] * case.quick + ["standard"]
             click.echo(f"{case.id}  {' '.join(profiles)}")
+
+
+cli.add_command(prove)
 
 
 if __name__ == "__main__":
