@@ -53,6 +53,7 @@ def _entry(plan: Plan) -> dict[str, Any]:
         "device": plan.device,
         "implementation": plan.name,
         "grouped": plan.group is not None,
+        "pair": plan.pair.key if plan.pair is not None else None,
         "key": plan.key,
     }
 
@@ -60,14 +61,15 @@ def _entry(plan: Plan) -> dict[str, Any]:
 def _again(entry: Mapping[str, Any], device: Any, group: Group | None) -> Plan:
     op = get(entry["operator"])
     settings = policy.settings()
+    on = str(device or entry["device"])
     wanted = Wanted(
         op=op,
         spec=op.spec_type.from_dict(entry["spec"]),
         limits=Limits.from_dict(entry["limits"]),
-        device=str(device or entry["device"]),
+        device=on,
         group=group if entry["grouped"] else None,
         implementation=entry["implementation"],
-        pair=None,
+        pair=PLANS.find(entry["pair"], on) if entry["pair"] else None,
         settings=settings,
         registry=policy.registry(settings),
     )

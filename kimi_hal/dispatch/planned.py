@@ -45,6 +45,7 @@ class Plan:
         settings: the variables it was planned under.
         built: what the implementation's builders returned.
         failures: plugins that could not be used, and why.
+        pair: the plan whose records it reads, for ``kda_commit``.
         op: the torch operator with this plan bound: for ``torch.compile``, which must never trace ``run``.
         unshadowed: why ``shadow:N`` does not compare it; empty if it does, or where it was not asked for.
     """
@@ -63,6 +64,7 @@ class Plan:
     built: Built = field(repr=False)
     failures: dict[str, str] = field(default_factory=dict, repr=False)
     unshadowed: str = field(default="", repr=False)
+    pair: Plan | None = field(default=None, repr=False)
     op: Callable[..., Any] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -125,6 +125,7 @@ def _make(wanted: Wanted) -> Plan:
         built=built,
         failures={name: failure.message for name, failure in sorted(wanted.registry.failures.items())},
         unshadowed=unshadowed,
+        pair=source,
     )
 
 

@@ -38,8 +38,17 @@ def _index_scores(spec: Any, given: Mapping[str, Any], rows: Any) -> tuple[Any, 
 
     names = list(get("indexer_logits").args)
     by_row = {"q", "q_scale", "weights", "row_req", "row_len"}
-    given = {n: given[n][rows] if n in by_row else given[n] for n in names}
+    given = {n: _rows(given[n], rows) if n in by_row else given[n] for n in names}
     return indexer_logits(spec, **given), spec.score
+
+
+def _rows(tensor: Any, rows: Any) -> Any:
+    """Return some rows; FP8, which torch cannot index on every device, as bytes."""
+    import torch
+
+    if tensor.dtype.is_floating_point and tensor.element_size() == 1:
+        return tensor.view(torch.uint8)[rows].view(tensor.dtype)
+    return tensor[rows]
 
 
 def _route_scores(spec: Any, given: Mapping[str, Any], rows: Any) -> tuple[Any, str]:

@@ -149,6 +149,35 @@ def test_operands_away_from_the_plans_device_are_refused(device):
     ]
 
 
+class OnAccelerator:
+    """A tensor as the fast path sees it, on device ``index`` of an accelerator."""
+
+    def __init__(self, tensor, index):
+        self.tensor, self.index = tensor, index
+
+    is_cpu = False
+    device = torch.device("cuda", 0)
+
+    def get_device(self):
+        return self.index
+
+    def __getattr__(self, name):
+        return getattr(self.tensor, name)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_on_an_accelerator_the_index_is_compared(monkeypatch, device):
+    refused = []
+    monkeypatch.setattr(check, "problems", lambda *a: refused.append(1) or [])
+    checker = check.compiled(sparse_mla, SPEC, LIMITS, device=device)
+    on = {name: OnAccelerator(tensor, 1) for name, tensor in operands().items()}
+    checker(**on)
+    assert not refused
+    checker(**{**on, "cache": OnAccelerator(on["cache"].tensor, 0)})
+    checker(**{**on, "cache": on["cache"].tensor})
+    assert len(refused) == 2
+
+
 def test_fault_23_int64_selections_are_refused_before_they_are_read_as_int32():
     wrong = torch.tensor([[1, 2, 3, 4]] * 4)
     assert reasons(operands(indices=wrong)) == ["indices must be int32, got int64"]

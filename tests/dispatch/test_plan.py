@@ -521,6 +521,15 @@ def test_plans_survive_being_written_down(acme, tmp_path):
     assert hal.load_plans(file)[0].key == plan.key
 
 
+def test_a_pair_is_found_again(two_layouts):
+    ring, plain = verify(), verify(implementation="acme.plain")
+    pairs = {commit(pair=ring).key: ring.key, commit(pair=plain).key: plain.key}
+    text = hal.dump_plans()
+    PLANS.clear()
+    made = hal.load_plans(text)
+    assert {p.key: p.pair.key for p in made if p.operator.name == "kda_commit"} == pairs
+
+
 def test_a_changed_source_makes_another_plan(acme, tmp_path, monkeypatch):
     kernels = tmp_path / "vendor_kernels.py"
     kernels.write_text("from fake_kernels import build")

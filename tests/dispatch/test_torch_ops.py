@@ -277,6 +277,27 @@ def test_a_compiled_call_fills_the_callers_buffers(plugins, name):
     assert same(list(outs.values()), expected)
 
 
+def test_caches_that_are_views_of_one_packed_buffer_are_written_in_one_graph(plugins):
+    plan, (kv_c, k_pe, slots, _, k_scale), _ = call("store_latent")
+    width = plan.spec.page * 576
+
+    def views():
+        packed = torch.zeros(3, 2 * width + 64, dtype=torch.uint8)
+        return packed, packed[:, :width], packed[:, width : 2 * width]
+
+    def step(first, second):
+        plan.op(kv_c, k_pe, slots, first, k_scale)
+        plan.op(-kv_c, k_pe, slots, second, k_scale)
+
+    eager, *caches = views()
+    step(*caches)
+    traced, *caches = views()
+    compiled(step)(*caches)
+    assert torch.equal(traced, eager)
+    assert eager[:, :width].any()
+    assert eager[:, width:].any()
+
+
 def test_one_graph_serves_every_row_count(plugins):
     plan, args, _ = call("sparse_mla")
     graphs = []
