@@ -170,7 +170,8 @@ def _dsa_decode(ctx: BuildContext) -> Callable[..., Any]:
     from kimi_hal.reference.composites import compose_dsa_decode
 
     group = ctx.group if ctx.spec.dcp.world > 1 else None
-    body = compose_dsa_decode(ctx.spec, _runs(ctx), group)
+    runs = _runs(ctx)
+    body = compose_dsa_decode(ctx.spec, runs, group)
     last = "merge_attn_states" if group is not None else "sparse_mla"
     buffers, check = Buffers.of(ctx.parts), ctx.check
 
@@ -214,6 +215,9 @@ def _dsa_decode(ctx: BuildContext) -> Callable[..., Any]:
         caches = (latent_cache, index_cache, latent_table, index_table)
         return body(q, index_q, index_w, *caches, row_req, row_len, k_scale, q_scale, more=more)
 
+    flag = getattr(runs.get("topk_merge"), "flag", None)
+    if flag is not None:  # rows that a captured merge could not answer
+        run.flag = flag  # type: ignore[attr-defined]
     return run
 
 

@@ -214,7 +214,10 @@ def topk_merge(
 
     Eagerly the size of a second message follows from the first, which all ranks have. A captured graph
     cannot do that: there the second exchange has a fixed capacity and a device flag says that it did not
-    suffice; the engine then answers with an eager ``full``.
+    suffice; the engine then answers with an eager ``full``. A plan that promises ``capture="full"`` under one
+    of these two protocols has the flag as ``plan.run.flag``, int32 ``[1]``: rows left without an answer (−1,
+    and 0 as their count) since the engine last set it to zero, the same on every rank. What needs no vendor's
+    kernel is ``kimi_hal.parallel.captured``.
 
     Edge rules: rule 2 of ``docs/contract.md``. An index at or beyond the row's local length counts as −1.
     Padding is told by its index, never by its score. A length ≤ 0 gives −1 and 0. With one rank
