@@ -11,26 +11,29 @@ from collections.abc import Callable
 from typing import Any
 
 CANARY = 0xA5
+#: Bytes that a guarded tensor's address is a multiple of.
+ALIGN = 256
 
 
 def guarded(shape: tuple[int, ...], dtype: str, guard: int, device: str) -> Any:
     """Return an uninitialised tensor that stands between two runs of canary bytes.
 
-    ``guard`` is rounded up to whole elements of 16 bytes, so that the tensor keeps the alignment that
-    kernels expect.
+    It starts at a multiple of 256 bytes, as a workspace must: torch's own host allocations need not. So
+    ``guard`` is rounded up, and up to 256 bytes more stand before the tensor.
     """
     import torch
 
     from kimi_hal.ops.operator import torch_dtype
 
     element = torch_dtype(dtype)
-    guard = -(-guard // 256) * 256
+    guard = -(-guard // ALIGN) * ALIGN
     count = 1
     for size in shape:
         count *= size
     length = count * element.itemsize
-    room = torch.full((guard + length + guard,), CANARY, dtype=torch.uint8, device=device)
-    return room[guard : guard + length].view(element).view(shape)
+    room = torch.full((ALIGN + guard + length + guard,), CANARY, dtype=torch.uint8, device=device)
+    start = guard + -room.data_ptr() % ALIGN
+    return room[start : start + length].view(element).view(shape)
 
 
 class HostDevice:

@@ -76,4 +76,4 @@ def test_nan_and_minus_zero_are_bits_like_others() -> None:
 
 def test_the_guard_is_as_wide_as_promised() -> None:
     out = Room(HostDevice()).output("out", (1,), "uint8")
-    assert out.storage_offset() == GUARD
+    assert out.storage_offset() >= GUARD
