@@ -1,0 +1,54 @@
+"""Portable Triton kernels under the CPU interpreter: every backend that adopts them keeps the contract."""
+
+from __future__ import annotations
+
+import pytest
+
+from kimi_hal_conformance import suite
+from kimi_hal_conformance.verdict import NOT_RUN, PASSED, Report
+
+pytest.importorskip("triton", reason="Triton is not installed: its CPU interpreter cannot run")
+
+ADOPTED = {"merge_attn_states", "kda_gate", "kda_decode"}
+
+
+@pytest.fixture(scope="module")
+def nvidia() -> Report:
+    return suite.run(suite.Request("nvidia", execution="interpreted"))
+
+
+def test_every_adopted_kernel_passes(nvidia: Report) -> None:
+    assert {v.operator for v in nvidia.verdicts if v.status == PASSED} >= ADOPTED
+    assert [v for v in nvidia.verdicts if v.status not in (PASSED, NOT_RUN)] == []
+    assert nvidia.ok
+
+
+def test_interpreting_takes_the_small_cases_and_says_what_it_leaves_out(nvidia: Report) -> None:
+    assert nvidia.profile == "interp"
+    large = {
+        v.case
+        for v in nvidia.verdicts
+        if v.problems == ("too large for an interpreter; the quick profile has it",)
+    }
+    assert "kda_decode/tp8/rows6" in large
+    assert "merge_attn_states/parts8/heads96/dim512/bfloat16/rows7" in large
+
+
+def test_a_composition_whose_parts_are_missing_says_which() -> None:
+    report = suite.run(suite.Request("tpu", execution="interpreted", only=("kda_layer_decode/tp32/rows1",)))
+    assert [v.problems for v in report.verdicts] == [
+        ("tpu does not implement its parts: kda_conv, kda_decode",)
+    ]
+    assert not report.ok
+
+
+@pytest.mark.parametrize("backend", ["amd", "ppu"])
+def test_other_backends_adopt_the_same_kernels(backend: str) -> None:
+    """Their own runs are the same code; one case an operator shows that each backend reaches it."""
+    cases = (
+        "kda_gate/odd/rows9",
+        "kda_decode/odd/rows6",
+        "merge_attn_states/parts3/heads5/dim130/bfloat16/rows7",
+    )
+    report = suite.run(suite.Request(backend, execution="interpreted", only=cases))
+    assert [v.status for v in report.verdicts] == [PASSED] * 3

@@ -1,0 +1,57 @@
+"""The reference keeps its own contract: every case of the quick profile, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from kimi_hal import ops
+from kimi_hal_conformance.verdict import PASSED, Report, read
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    path = tmp_path_factory.mktemp("run") / "report.json"
+    command = ["-m", "kimi_hal.cli.main", "conformance", "run", "--backend", "reference", "--json", str(path)]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return read(path.read_bytes())
+
+
+def test_every_case_passes(report: Report) -> None:
+    assert [v for v in report.verdicts if v.status not in (PASSED, "not_run")] == []
+    assert report.ok
+
+
+def test_every_operator_was_tried(report: Report) -> None:
+    assert {v.operator for v in report.verdicts if v.status == PASSED} == set(ops.OPERATORS)
+    assert report.not_implemented == ()
+
+
+def test_composites_are_tried_whole_and_in_parts(report: Report) -> None:
+    for composite in ("dsa_decode", "kda_layer_decode", "moe_layer"):
+        names = {v.implementation for v in report.verdicts if v.operator == composite}
+        assert names == {"reference.torch", "reference.composed"}
+
+
+def test_only_what_the_quick_profile_leaves_out_did_not_run(report: Report) -> None:
+    left_out = {v.case for v in report.verdicts if v.status != PASSED}
+    assert left_out == {f"sparse_mla/{tp}/top2048" for tp in ("tp1", "tp2", "tp4")}
+    assert {v.problems for v in report.verdicts if v.case in left_out} == {
+        ("too long for the quick profile; the standard profile has it",)
+    }
+
+
+def test_floating_point_used_its_budget_and_no_more(report: Report) -> None:
+    shares = [m.norm for v in report.verdicts for m in v.measures if not m.exact]
+    assert max(share for share in shares if share is not None) <= 1
+    assert None not in shares
+
+
+def test_every_verdict_can_be_replayed(report: Report) -> None:
+    ran = [v for v in report.verdicts if v.status == PASSED]
+    assert all(v.replay.startswith("kimi-hal conformance run --backend reference ") for v in ran)
+    assert json.loads(json.dumps(report.versions)).keys() >= {"kimi-hal", "reference", "torch", "python"}
