@@ -109,6 +109,7 @@ def cases() -> Iterator[Case]:
     for heads in (1, 8, 24, 64):
         yield scored(f"heads{heads}", (130, 64), num_heads=heads, small=heads < 24)
     yield scored("bf16-scores", (300, 63), score="bfloat16", weights_dtype="bfloat16", small=True)
+    yield scored("no-rows", (), small=True)
     yield scored("verify-rows", (65, 129), rows=4)
     shard = DCP(world=4, rank=2, interleave=4)
     yield scored("dcp4-rank2-interleave4", (65, 3, 200), dcp=shard, small=True)
@@ -121,6 +122,7 @@ def selections() -> Iterator[Case]:
     """Selections with fewer, as many and more keys than k; every output form."""
     for length in (1, 63, 64, 65):
         yield selected(f"k64/length{length}", (length,), topk=64, small=True, fault=7)
+    yield selected("no-rows", (), topk=64, return_selected=True, small=True)
     yield selected("k2048", (2100,), limits=LONG)
     yield selected(
         "ordered-with-scores", (200, 5, 64), topk=64, ordered=True, return_selected=True, small=True
