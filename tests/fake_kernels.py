@@ -90,3 +90,16 @@ def demanding(ctx):
         return given["workspace"].numel(), None if step is None else step.tolist()
 
     return signatures.function(OPERATORS[ctx.operator], "demanding", call)
+
+
+def scribbles(ctx):
+    """Return the reference's function that also leaves bytes in its workspace."""
+    right = backend.build(ctx)
+
+    def call(given):
+        if given["workspace"] is not None:
+            given["workspace"].fill_(0xAB)
+        args, kwargs = signatures.split(OPERATORS[ctx.operator], given)
+        return right(*args, **kwargs)
+
+    return signatures.function(OPERATORS[ctx.operator], "scribbles", call)

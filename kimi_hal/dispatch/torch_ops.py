@@ -58,6 +58,8 @@ def kernel(op: Operator) -> Callable[..., Any]:
 
     def call(*args: Any, plan: str = "", **keywords: Any) -> Any:
         operands = {n: keywords[n] for n in named if n in keywords}
+        if "workspace" in operands and not operands["workspace"].numel():  # bound() stands one in for None
+            del operands["workspace"]
         if operands.get("donate"):
             raise ContractError(
                 op.name, ["donate=True gives its inputs away, which no graph allows: use plan.run"]
@@ -143,14 +145,20 @@ def bound(plan: Plan) -> Callable[..., Any]:
     """
     op = plan.operator
     packet = getattr(getattr(torch.ops, schema.NAMESPACE), op.name)
-    namespace = {"default": packet.default, "incomplete": _incomplete(op)}
-    if op.outs:
-        namespace["into"] = packet.out
+    namespace: dict[str, Any] = {}
     exec(compile(_source(plan), f"<torch operator of plan {plan.key[:12]}>", "exec"), namespace)
-    made: Callable[..., Any] = namespace["make"](
-        *[namespace[n] for n in ("default", "incomplete")], namespace.get("into")
-    )
+    into = packet.out if op.outs else None
+    made: Callable[..., Any] = namespace["make"](packet.default, into, _incomplete(op), torch.uint8)
     return made
+
+
+def lone_workspace(op: Operator) -> bool:
+    """Tell whether an absent workspace would break inductor (2.9 to 2.13).
+
+    It cannot place an operator with one result whose only written argument is ``None``
+    (``getitem is not an OpOverload``), so such a call gets an empty workspace.
+    """
+    return "workspace" in op.signature.parameters and len(op.outs) == 1 and not op.mutated
 
 
 def _source(plan: Plan) -> str:
@@ -158,9 +166,16 @@ def _source(plan: Plan) -> str:
     args: list[str] = []
     keywords: list[str] = []
     for name, parameter in op.signature.parameters.items():
-        if name not in outs:
-            only = parameter.kind is inspect.Parameter.KEYWORD_ONLY
-            (keywords if only else args).append(f"{name}={name}" if only else name)
+        if name in outs:
+            continue
+        if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
+            args.append(name)
+        elif name == "workspace" and lone_workspace(op):
+            keywords.append(
+                f"workspace=workspace if workspace is not None else {args[0]}.new_empty(0, dtype=uint8)"
+            )
+        else:
+            keywords.append(f"{name}={name}")
     constants = [f"{n}={v!r}" for n, v in flatten(op, plan.spec).items()] + [f"plan={plan.key!r}"]
     given = ", ".join([*args, *keywords, *constants])
     lines = [f"def {op.name}{op.signature}:"]
@@ -176,7 +191,7 @@ def _source(plan: Plan) -> str:
             f"    return {', '.join(outs)}",
         ]
     body = "\n".join(f"    {line}" for line in lines)
-    return f"def make(default, incomplete, into):\n{body}\n    return {op.name}\n"
+    return f"def make(default, into, incomplete, uint8):\n{body}\n    return {op.name}\n"
 
 
 def _incomplete(op: Operator) -> Callable[[], None]:

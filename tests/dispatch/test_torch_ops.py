@@ -8,11 +8,13 @@ import sys
 
 import pytest
 import torch
+from fake_kernels import kernel
 
 import kimi_hal as hal
 from inputs import example
 from kimi_hal.dispatch import schema, torch_ops
 from kimi_hal.dispatch.capture import tensors_of
+from kimi_hal.dispatch.contract import Probe
 from kimi_hal.dispatch.scalars import field_argument, flatten, scalars, spec_of
 from kimi_hal.dispatch.table import PLANS
 from kimi_hal.errors import ContractError, PlanError
@@ -209,6 +211,18 @@ def test_opcheck_passes_for_the_out_form(plugins, name):
     torch.library.opcheck(packet(name).out, args, {**keywords, "plan": plan.key, **buffers(plan, args)})
 
 
+def test_a_written_workspace_is_declared(plugins):
+    acme = Probe(present=True, arch="acme2")
+    plugins.add("acme", kernel("moe_experts", build="fake_kernels:scribbles"), torch_device="cpu", probe=acme)
+    plan, args, keywords = call("moe_experts")
+    workspace = torch.zeros(64, dtype=torch.uint8)
+    torch.library.opcheck(
+        packet("moe_experts").default, args, {**keywords, "plan": plan.key, "workspace": workspace}
+    )
+    plan.op(*args, workspace=workspace)
+    assert workspace.unique().tolist() == [0xAB]
+
+
 # --- autograd -----------------------------------------------------------------------------------
 
 
@@ -261,6 +275,29 @@ def test_a_compiled_call_is_one_graph_with_the_same_bits(plugins, name):
 
     assert same(compiled(step)(*args), expected)
     assert same(args, written)
+
+
+LONE = [name for name, op in OPERATORS.items() if torch_ops.lone_workspace(op)]
+
+
+def inductor(name):
+    plan, args, _ = call(name)
+    expected, written = plan.run(*args), args
+    plan, args, _ = call(name)
+    torch._dynamo.reset()
+    assert same(torch.compile(lambda *operands: plan.op(*operands), fullgraph=True)(*args), expected)
+    assert same(args, written)
+
+
+@pytest.mark.parametrize("name", LONE)
+def test_inductor_takes_an_operator_whose_only_written_argument_is_absent(plugins, name):
+    inductor(name)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [n for n, op in OPERATORS.items() if not op.listed and n not in LONE])
+def test_inductor_takes_every_operator(plugins, name):
+    inductor(name)
 
 
 @pytest.mark.parametrize("name", RETURNING)
