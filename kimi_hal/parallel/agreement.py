@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kimi_hal.errors import GroupError
+from kimi_hal.dispatch import keys
+from kimi_hal.errors import GroupError, PlanError
 from kimi_hal.parallel.meeting import ranks_text
 
 if TYPE_CHECKING:
+    from kimi_hal.dispatch.planned import Plan
     from kimi_hal.ops.spec import DCP
     from kimi_hal.parallel.groups import Group
 
@@ -53,6 +55,25 @@ def agree_on(group: Group, facts: Mapping[str, str | int | float | bool | None])
             shown = (f"{ranks_text(ranks)} {_has(ranks)} {value}" for value, ranks in values.items())
             sentences.append(f"{name}: {', '.join(shown)}")
     raise GroupError("ranks do not agree on " + "; ".join(sentences))
+
+
+def agree_plans(group: Group, who: str, problem: str, *plans: Plan) -> None:
+    """Compare plans over the ranks; a rank that must refuse its own tells the others, so that none waits.
+
+    Args:
+        group: the ranks.
+        who: what the plans are for, the beginning of the sentence.
+        problem: why this rank cannot use its plans, or an empty text.
+        plans: in one order on every rank.
+
+    Raises:
+        PlanError: ``problem``, where all ranks have the same.
+        GroupError: on all ranks, if problems or plans differ.
+    """
+    shared = (keys.shared(p.operator.name, p.spec, p.limits, p.name, p.source_hash) for p in plans)
+    agree(group, f"{who}: {problem}" if problem else "; ".join(shared))
+    if problem:
+        raise PlanError(f"{who}: {problem}")
 
 
 def agree_dcp(group: Group, dcp: DCP) -> None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kimi_hal.dispatch import keys as plan_keys
 from kimi_hal.dispatch.plan import Plan, plan
 from kimi_hal.errors import ContractError
 from kimi_hal.ops.composites import DSASpec, part_specs
@@ -22,7 +21,7 @@ from kimi_hal.ops.operator import torch_dtype
 from kimi_hal.ops.sparse_mla import MergeSpec
 from kimi_hal.ops.spec import Limits, Spec
 from kimi_hal.parallel import ownership
-from kimi_hal.parallel.agreement import agree, agree_dcp, agree_on
+from kimi_hal.parallel.agreement import agree_dcp, agree_on, agree_plans
 from kimi_hal.parallel.context import ContextCache, Route
 from kimi_hal.parallel.exchange import exchange_heads, gather_heads
 from kimi_hal.parallel.groups import Group
@@ -125,7 +124,7 @@ class RowDividedPrefill:
     ) -> None:
         agree_dcp(group, spec.dcp)
         self.spec, self.plans, self.group, self.verify = spec, plans, group, verify
-        agree(group, "; ".join(map(_shared, plans.values())))
+        agree_plans(group, NAME, "", *plans.values())
         self._run = {name: made.run for name, made in plans.items()}
 
         def workspace(fmt: str, room: int) -> ContextCache:
@@ -275,8 +274,3 @@ class RowDividedPrefill:
     def _more(self, name: str, step: DividedStep) -> dict[str, Tensor]:
         more = {} if self._workspace is None else {"workspace": self._workspace}
         return more | ({"step": step.buffers[name]} if name in step.buffers else {})
-
-
-def _shared(made: Plan) -> str:
-    """Return what every rank must have planned alike."""
-    return plan_keys.shared(made.operator.name, made.spec, made.limits, made.name, made.source_hash)

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kimi_hal.dispatch import keys
 from kimi_hal.dispatch.plan import Plan
-from kimi_hal.errors import ContractError, PlanError
+from kimi_hal.errors import ContractError
 from kimi_hal.ops.composites import DSASpec
 from kimi_hal.ops.spec import DCP
-from kimi_hal.parallel.agreement import agree, agree_on
+from kimi_hal.parallel.agreement import agree_on, agree_plans
 from kimi_hal.parallel.groups import Group
 from kimi_hal.parallel.heads import to_heads, to_tokens
 from kimi_hal.parallel.shards import Shards
@@ -100,12 +99,7 @@ class TokenShardedPrefill:
 
     def __init__(self, plan: Plan, group: Group, *, verify: bool = True) -> None:
         self.plan, self.group, self.verify = plan, group, verify
-        problem = _problem(plan, group.size())
-        # A rank that must refuse tells the others, so that none waits for it.
-        shared = keys.shared(plan.operator.name, plan.spec, plan.limits, plan.name, plan.source_hash)
-        agree(group, f"{NAME}: {problem}" if problem else shared)
-        if problem:
-            raise PlanError(f"{NAME}: {problem}")
+        agree_plans(group, NAME, _problem(plan, group.size()), plan)
         self._workspace = plan.new_workspace() if plan.workspace_bytes else None
 
     def begin(
