@@ -299,7 +299,7 @@ def test_it_installs_is_found_and_explains_itself(place: Path) -> None:
     assert found["merge_attn_states"] == found["topk_select"] == ["torch"]
     assert (
         "backend vireo 0.1.0: 2 implementations; no device: no file /sys/class/vireo/*/architecture: "
-        "is the vireo driver loaded?"
+        "the vireo driver is not loaded"
     ) in run(place, place / "site", HAL, "doctor").stdout
     explain = (HAL, "explain", "merge_attn_states")
     interpreted = {"KIMI_HAL_BACKEND": "vireo", "KIMI_HAL_EXECUTION": "interpreted"}
