@@ -22,9 +22,10 @@ from kimi_hal_conformance.case import Checkpoint
 from kimi_hal_conformance.oracle import Answer, Question, buffers
 from kimi_hal_conformance.poison import Room, same_bits
 
-#: What the step metadata of each kind of operator is made from, where a call has all of it.
-STEP = (("row_req", "row_len", "block_table"), ("row_req", "row_len", "latent_table", "index_table"))
-STEP_OF_SEQUENCES = ("cu_seqlens", "state_ids")
+#: What ``prepare`` takes: of paged operators, of a composite of them, and of operators over sequences.
+PAGED = ("row_req", "row_len", "block_table")
+OF_COMPOSITES = ("row_req", "row_len", "latent_table", "index_table")
+OF_SEQUENCES = ("cu_seqlens", "state_ids")
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,10 @@ def _plain(stage: Stage) -> Called:
 
 
 def _own(found: Plan, value: Any) -> Any:
-    """Return what the implementation makes of a checkpoint."""
-    return list(found.weights(**value)) if isinstance(value, Checkpoint) else value
+    """Return what the implementation makes of a checkpoint, whose tensors are on the plan's device."""
+    if not isinstance(value, Checkpoint):
+        return value
+    return list(found.weights(**{name: tensor.to(found.device) for name, tensor in value.items()}))
 
 
 def invoke(stage: Stage, found: Plan, placed: Mapping[str, Any]) -> Called:
@@ -123,13 +126,18 @@ def _scratch(stage: Stage, found: Plan, placed: Mapping[str, Any]) -> dict[str, 
         name: stage.room.scratch(name, size) for name, size in sizes.items() if size and name in parameters
     }
     if "step" in made:
-        found.prepare(**_metadata(found.operator, placed), step=made["step"])
+        found.prepare(**_metadata(stage, found.operator, placed), step=made["step"])
     return made
 
 
-def _metadata(op: Operator, placed: Mapping[str, Any]) -> dict[str, Any]:
-    names = STEP_OF_SEQUENCES if op.family == "kda" else STEP[op.composite]
-    return {name: placed[name] for name in names if name in placed}
+def _metadata(stage: Stage, op: Operator, placed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the step is made from: operands, and what the case knows of the step beside them."""
+    names = OF_SEQUENCES if op.family == "kda" else OF_COMPOSITES if op.composite else PAGED
+    beside = {
+        n: stage.room.operand(f"step {n}", v) for n, v in stage.question.step.items() if n not in placed
+    }
+    known = {**beside, **placed}
+    return {name: known[name] for name in names if name in known}
 
 
 def _several(results: Any, op: Operator) -> tuple[Any, ...]:
@@ -158,7 +166,7 @@ def _result_problems(
     for shape, result in zip(shapes, results, strict=True):
         if not isinstance(result, Tensor):
             yield f"{shape.keyword} is a {type(result).__name__}, not a tensor"
-        elif shape.keyword in outs:
+        elif shape.keyword in outs and outs[shape.keyword].numel():
             if not same_place(result, outs[shape.keyword]):
                 yield f"{shape.keyword} was given, but another tensor was returned"
         else:

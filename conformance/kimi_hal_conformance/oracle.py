@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,13 +30,23 @@ class Answer:
 
 @dataclass(frozen=True)
 class Question:
-    """One call, of which the answer is wanted."""
+    """One call, of which the answer is wanted.
+
+    Args:
+        op: the operator.
+        spec: its Spec.
+        limits: the sizes that it is planned for.
+        operands: by name.
+        group: the ranks, or ``None``.
+        step: what an engine knows of the step beside these operands, for ``plan.prepare``.
+    """
 
     op: Operator
     spec: Spec
     limits: Limits
     operands: Mapping[str, Any]
     group: Any = None
+    step: Mapping[str, Any] = field(default_factory=dict)
 
     def use(self) -> Question:
         """Return the call of ``moe_experts`` that tells whether prepared weights are right.

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+
+import msgspec
 
 import kimi_hal
 from kimi_hal import ops
@@ -15,7 +19,8 @@ from kimi_hal.dispatch import composed
 from kimi_hal.dispatch.contract import Implementation, Probe
 from kimi_hal.dispatch.loader import Loaded, candidates
 from kimi_hal.dispatch.loader import load as load_plugins
-from kimi_hal.errors import unknown
+from kimi_hal.dispatch.sources import source_hash
+from kimi_hal.errors import PluginError, unknown
 from kimi_hal.ops.composites import part_specs
 from kimi_hal.settings import VARIABLES, Settings
 from kimi_hal_conformance import __version__
@@ -24,7 +29,7 @@ from kimi_hal_conformance.case import Case
 from kimi_hal_conformance.cases import load
 from kimi_hal_conformance.messages import Batch
 from kimi_hal_conformance.runner import run as run_batches
-from kimi_hal_conformance.verdict import FAILED, NOT_RUN, REFUSED, SCHEMA_VERSION, Report, Verdict
+from kimi_hal_conformance.verdict import FAILED, NOT_RUN, REFUSED, SCHEMA_VERSION, OnTrial, Report, Verdict
 
 HOST = "kimi_hal.dispatch.device:HostDevice"
 #: ``Backend.torch_device`` of code that runs wherever torch does.
@@ -115,6 +120,7 @@ def run(request: Request, progress: Callable[[Verdict], None] = lambda verdict: 
         seed=request.seed,
         versions=versions(loaded, probe) | outcome.versions,
         devices=tuple(probe.devices),
+        implementations=tuple(on_record(t, loaded) for t in trials),
         not_implemented=tuple(op for op in ops.OPERATORS if not candidates(loaded, op)),
         started=started.isoformat(timespec="seconds"),
         seconds=time.perf_counter() - begin,
@@ -123,8 +129,28 @@ def run(request: Request, progress: Callable[[Verdict], None] = lambda verdict: 
 
 
 def versions(loaded: Loaded, probe: Probe) -> dict[str, str]:
-    """Return the versions that are known without a device."""
-    return {"kimi-hal": kimi_hal.__version__, loaded.name: loaded.backend.version, **probe.facts}
+    """Return the versions that are known without a device: ours, the libraries', the driver's."""
+    required = {name for i in loaded.implementations for c in i.capabilities for name in c.requires}
+    libraries = {}
+    for name in sorted(required - probe.facts.keys()):
+        with contextlib.suppress(PackageNotFoundError):
+            libraries[name] = version(name)
+    return {"kimi-hal": kimi_hal.__version__, loaded.name: loaded.backend.version, **libraries, **probe.facts}
+
+
+def on_record(trial: Trial, loaded: Loaded) -> OnTrial:
+    """Return what exactly an implementation is."""
+    try:
+        digest = source_hash(loaded.backend, trial.implementation)
+    except PluginError:  # its cases fail by the same error, with a sentence
+        digest = ""
+    return OnTrial(
+        operator=trial.implementation.operator,
+        implementation=trial.full_name,
+        version=trial.implementation.version or loaded.backend.version,
+        source_hash=digest,
+        numerics=trial.implementation.numerics,
+    )
 
 
 def on_trial(loaded: Loaded, probe: Probe, request: Request) -> Iterator[Trial]:
@@ -222,7 +248,7 @@ def child_environment(request: Request) -> dict[str, str]:
     own = {"KIMI_HAL_BACKEND": request.backend, "KIMI_HAL_EXECUTION": request.execution}
     if request.execution == "interpreted":
         own |= {"TRITON_INTERPRET": "1"}
-    threads = {"OMP_NUM_THREADS": str(max(1, cores() // HOST_LANES))}
+    threads = {"OMP_NUM_THREADS": str(max(1, cores() // HOST_LANES)), "OPENBLAS_NUM_THREADS": "1"}
     return threads | inherited | own
 
 
@@ -252,8 +278,6 @@ def _said(trial: Trial, case: str, status: str, problem: str) -> Verdict:
 
 
 def _with_replay(verdict: Verdict, request: Request) -> Verdict:
-    import msgspec
-
     return msgspec.structs.replace(verdict, replay=replay(verdict, request))
 
 

@@ -65,6 +65,24 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     replay: str = ""
 
 
+class OnTrial(msgspec.Struct, frozen=True, kw_only=True):
+    """One implementation on trial: what exactly was tested.
+
+    Args:
+        operator: the abstract operator.
+        implementation: full name.
+        version: of the library that it wraps, or of the plugin.
+        source_hash: over its sources and version; empty where there is nothing to hash.
+        numerics: the classes of rounding beyond the contract that it declares.
+    """
+
+    operator: str
+    implementation: str
+    version: str
+    source_hash: str
+    numerics: tuple[str, ...] = ()
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """A whole run: who was tested, where, and every verdict. Nothing is left out of ``verdicts``.
 
@@ -75,8 +93,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         execution: how its kernels ran: native, portable, interpreted.
         profile: which cases: interp, quick, standard, or ``"cases"`` where single ones were named.
         seed: of the operands.
-        versions: of the backend, of kimi-hal, of what the device's hooks name.
+        versions: of the backend, of kimi-hal, of libraries that its capabilities require, of what the device's
+            hooks name.
         devices: what the backend's probe found.
+        implementations: those on trial.
         not_implemented: operators of the contract that the backend does not implement.
         started: UTC, ISO 8601.
         seconds: of the whole run.
@@ -91,6 +111,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     versions: dict[str, str]
     devices: tuple[str, ...]
+    implementations: tuple[OnTrial, ...]
     not_implemented: tuple[str, ...]
     started: str
     seconds: float

@@ -22,6 +22,7 @@ from kimi_hal_conformance.verdict import (
     REFUSED,
     SCHEMA_VERSION,
     Measure,
+    OnTrial,
     Report,
     Verdict,
     read,
@@ -49,6 +50,9 @@ def report(*verdicts: Verdict, **fields: Any) -> Report:
         "seed": 0,
         "versions": {"acme": "1.0", "torch": "2.13.0"},
         "devices": ("The acme one",),
+        "implementations": (
+            OnTrial(operator="kda_gate", implementation="acme.fast", version="1.0", source_hash="ab"),
+        ),
         "not_implemented": (),
         "started": "2026-11-29T12:00:00+00:00",
         "seconds": 12.0,

@@ -223,6 +223,9 @@ def test_the_report_says_who_was_tested_and_where(report: Report) -> None:
     assert "sparse_mla" in report.not_implemented
     assert "merge_attn_states" not in report.not_implemented
     assert report.profile == "cases"
+    assert len(report.implementations) == 23
+    assert report.implementations[0].version == "1.0"
+    assert len(report.implementations[0].source_hash) == 64
 
 
 @pytest.mark.parametrize("name", ["right", "prints", "fragile"])

@@ -1,4 +1,4 @@
-"""The cases, one file an operator family. Importing a file registers its cases."""
+"""The cases, one file an operator family and one for its edges. Importing a file registers its cases."""
 
 from __future__ import annotations
 
@@ -10,4 +10,5 @@ FAMILIES = ("indexer", "topk_merge", "sparse_mla", "kda", "moe", "all_gather", "
 def load() -> None:
     """Import every family's cases."""
     for family in FAMILIES:
-        importlib.import_module(f"kimi_hal_conformance.cases.{family}")
+        for file in (family, f"{family}_edges"):
+            importlib.import_module(f"kimi_hal_conformance.cases.{file}")
