@@ -248,6 +248,9 @@ class Dims:
     def mismatch(self, name: str, words: str, shape: tuple[Any, ...]) -> str | None:
         """Compare a shape with its words, binding free ones; return a reason or ``None``."""
         pattern = [one for word in words.split() for one in self._several(word)]
+        if pattern != words.split() and all(word.isdigit() for word in pattern):
+            whole = [int(word) for word in pattern]
+            return None if list(shape) == whole else f"{name} must be {whole}, got shape {list(shape)}"
         if len(shape) != len(pattern):
             return f"{name} must have {len(pattern)} dimensions ({words}), got shape {list(shape)}"
         for word, size in zip(pattern, shape, strict=True):

@@ -7,7 +7,8 @@ import torch
 
 from kimi_hal.dispatch.contract import Capability, Properties, Sizes, TensorCap
 from kimi_hal.errors import ContractError
-from kimi_hal.ops import check, sparse_mla, store_latent
+from kimi_hal.ops import all_gather, check, sparse_mla, store_latent
+from kimi_hal.ops.all_gather import GatherSpec
 from kimi_hal.ops.sparse_mla import SparseMLASpec, StoreLatentSpec
 from kimi_hal.ops.spec import Limits
 
@@ -249,6 +250,16 @@ def test_more_rows_than_slots_are_legal_and_fewer_are_not():
     checker(kv_c=torch.zeros(6, 512), **given)
     with pytest.raises(ContractError, match=r"kv_c must be \[>=T kv_rank\] with T=4, got shape \[3, 512\]"):
         checker(kv_c=torch.zeros(3, 512), **given)
+
+
+def test_a_letter_that_stands_for_several_dimensions_is_told_as_numbers():
+    spec = GatherSpec(layout="token_order", dtype="float32")
+    checker = check.compiled(all_gather, spec, LIMITS)
+    checker(x=torch.zeros(4, 6), total=3, out=torch.zeros(3, 6))
+    for wrong in (torch.zeros(4, 6), torch.zeros(3, 6, 1)):
+        with pytest.raises(ContractError) as caught:
+            checker(x=torch.zeros(4, 6), total=3, out=wrong)
+        assert caught.value.reasons == (f"out must be [3, 6], got shape {list(wrong.shape)}",)
 
 
 def test_no_rows_are_legal():
