@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from kimi_hal.dispatch.contract import Capability, Implementation, Preference, Properties, TensorCap
+from kimi_hal.dispatch.contract import Capability, Implementation
 from kimi_hal.domain import Domain, OneOf, Range
+from kimi_hal.triton.claim_terms import ELEMENT, EXECUTION, LAST, REQUIRES, ROW
+from kimi_hal.triton.indexer_claims import indexer
 
-EXECUTION = ("native", "interpreted")
-REQUIRES = {"triton": ">=3.6"}
-ROW = Properties(deterministic=True, batch_invariant=True, capture="full", concurrent=True)
-#: Portable code is what is left when nothing faster fits.
-LAST = (Preference(rank=-10),)
-ELEMENT = TensorCap(align=1)
 #: An engine builds one KDASpec for all six operators: what these two do not look at may be anything.
 KDA: dict[str, Domain] = {
     "lower_bound": OneOf((None, -5.0)),
@@ -32,6 +28,7 @@ GATE_FORMS: dict[str, Domain] = {
 def implementations(arch: tuple[str, ...]) -> tuple[Implementation, ...]:
     """Return the portable implementations for these architectures."""
     return (
+        *indexer(arch),
         Implementation(
             operator="merge_attn_states",
             name="triton",

@@ -1,0 +1,26 @@
+"""Decode context parallelism inside kernels: how many of a row's keys this rank holds."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kimi_hal.ops.spec import DCP
+from kimi_hal.parallel import ownership
+
+
+@triton.jit
+def local_length(length, WORLD: tl.constexpr, RANK: tl.constexpr, INTERLEAVE: tl.constexpr):
+    """Return how many of the first ``length`` positions a rank owns; a negative length is 0."""
+    owned = tl.maximum(length, 0)
+    if WORLD > 1:
+        over = owned % (WORLD * INTERLEAVE) - RANK * INTERLEAVE
+        whole = owned // (WORLD * INTERLEAVE) * INTERLEAVE
+        owned = whole + tl.minimum(tl.maximum(over, 0), INTERLEAVE)
+    return owned
+
+
+def constants(dcp: DCP) -> dict[str, int]:
+    """Return the kernels' constants of a Spec's DCP."""
+    keys = ownership.of_keys(dcp)
+    return {"WORLD": keys.world, "RANK": keys.rank, "INTERLEAVE": keys.interleave}

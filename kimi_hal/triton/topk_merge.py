@@ -1,0 +1,245 @@
+"""Portable Triton kernels of the topk_merge family: ``topk_select``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from kimi_hal.dispatch.contract import BuildContext
+from kimi_hal.ops.indexer import IndexerTopKSpec
+from kimi_hal.ops.operator import torch_dtype
+from kimi_hal.ops.topk_merge import TopKSpec
+from kimi_hal.triton import selection, shards, sizes
+
+#: Columns of a row that one program selects from at once, at most: what its registers hold.
+SHORT = 16384
+#: Columns that a program looks at together in a long row.
+BLOCK = 4096
+#: Groups of a row whose maxima one program finds, and columns of each that it looks at together.
+GROUPS, STEPS = 128, 32
+
+
+@dataclass(frozen=True)
+class Paged:
+    """What turns local positions into slots: the pages of each row's request.
+
+    Args:
+        block_table: ``[R, columns]`` int32.
+        row_req: ``[T]`` int32.
+        pages: of the cache.
+    """
+
+    block_table: Tensor
+    row_req: Tensor
+    pages: int
+
+
+class Selector:
+    """Selects from rows of scores, for one Spec."""
+
+    def __init__(self, spec: TopKSpec | IndexerTopKSpec) -> None:
+        self.topk = spec.topk
+        self.candidates = sizes.candidates(spec.topk)
+        self.words = sizes.scratch_words(spec.topk)
+        rounded = spec.score == "bfloat16"
+        self.window = {
+            "HAS_START": isinstance(spec, TopKSpec) and spec.has_row_start,
+            "HAS_REQUEST": isinstance(spec, IndexerTopKSpec),
+            **shards.constants(spec.dcp),
+        }
+        self.order = {"ROUND": rounded, "LOW": 16 if rounded else 0}
+        self.emission = {
+            "SELECTED": spec.return_selected,
+            "PAGE": spec.page if isinstance(spec, IndexerTopKSpec) else 1,
+            "SLOTS": isinstance(spec, IndexerTopKSpec) and spec.emit == "slot",
+        }
+
+    def __call__(
+        self,
+        scores: Tensor,
+        row_len: Tensor,
+        row_start: Tensor | None,
+        out: Tensor,
+        scores_out: Tensor,
+        scratch: Tensor,
+        paged: Paged | None = None,
+    ) -> None:
+        """Fill ``out`` and ``scores_out``, at most ``SELECT_ROWS`` rows a launch.
+
+        Args:
+            scores: ``[T, L]``.
+            row_len: ``[T]`` int32, global bounds.
+            row_start: ``[T]`` int32 or None.
+            out: ``[T, k]`` int32.
+            scores_out: ``[T, k]`` or ``[T, 0]``.
+            scratch: int32 words, ``scratch_words`` for each row of a launch.
+            paged: the requests of the rows, for the indexer.
+        """
+        for first in range(0, scores.shape[0], sizes.SELECT_ROWS):
+            some = slice(first, first + sizes.SELECT_ROWS)
+            self.launch(
+                scores[some],
+                row_len[some],
+                None if row_start is None else row_start[some],
+                out[some],
+                scores_out[some],
+                scratch,
+                paged and Paged(paged.block_table, paged.row_req[some], paged.pages),
+            )
+
+    def launch(
+        self,
+        scores: Tensor,
+        row_len: Tensor,
+        row_start: Tensor | None,
+        out: Tensor,
+        scores_out: Tensor,
+        scratch: Tensor,
+        paged: Paged | None,
+    ) -> None:
+        """Select from rows that scratch suffices for."""
+        rows, width = scores.shape
+        table, row_req, requests, pages = (None, None, 0, 0)
+        if paged is not None:
+            table, row_req, requests, pages = (
+                paged.block_table,
+                paged.row_req,
+                paged.block_table.shape[0],
+                paged.pages,
+            )
+        start_stride = 0 if row_start is None else row_start.stride(0)
+        req_stride = 0 if row_req is None else row_req.stride(0)
+        strides = (scores.stride(0), row_len.stride(0), start_stride)
+        outs = (out.stride(0), scores_out.stride(0))
+        paging = (0 if table is None else table.stride(0), req_stride, requests, pages)
+        if width <= SHORT:
+            block = max(16, triton.next_power_of_2(width))
+            selection.select_short[(rows,)](
+                scores,
+                row_len,
+                row_start,
+                out,
+                scores_out,
+                table,
+                row_req,
+                *strides,
+                *outs,
+                *paging,
+                width,
+                self.topk,
+                BLOCK=block,
+                **self.order,
+                **self.window,
+                **self.emission,
+                num_warps=4 if block <= 2048 else 8 if block <= 8192 else 16,
+            )
+            return
+        span = BLOCK * -(-width // (BLOCK * sizes.CHUNKS))
+        if self.candidates:
+            self.thin(scores, row_len, row_start, row_req, scratch, (*strides, req_stride), requests, span)
+        selection.select_long[(rows,)](
+            scores,
+            row_len,
+            row_start,
+            out,
+            scores_out,
+            scratch,
+            table,
+            row_req,
+            *strides,
+            *outs,
+            self.words,
+            *paging,
+            width,
+            span,
+            self.topk,
+            CAP=self.candidates,
+            CHUNKS=sizes.CHUNKS,
+            HALVINGS=sizes.CHUNKS.bit_length() - 1,
+            BLOCK=BLOCK,
+            **self.order,
+            **self.window,
+            **self.emission,
+            num_warps=8,
+        )
+
+    def thin(
+        self,
+        scores: Tensor,
+        row_len: Tensor,
+        row_start: Tensor | None,
+        row_req: Tensor | None,
+        scratch: Tensor,
+        strides: tuple[int, ...],
+        requests: int,
+        span: int,
+    ) -> None:
+        """Collect the candidates of long rows in scratch."""
+        rows, width = scores.shape
+        operands = (scores, row_len, row_start, row_req, scratch, *strides, self.words, requests, width)
+        groups = min(GROUPS, self.candidates)
+        selection.group_maxima[(self.candidates // groups, rows)](
+            *operands, CAP=self.candidates, GROUPS=groups, STEPS=STEPS, **self.window, num_warps=4
+        )
+        selection.group_threshold[(rows,)](
+            scratch,
+            self.words,
+            self.topk,
+            CAP=self.candidates,
+            CHUNKS=sizes.CHUNKS,
+            ROUND=self.order["ROUND"],
+            num_warps=8,
+        )
+        selection.collect[(-(-width // span), rows)](
+            *operands,
+            span,
+            CAP=self.candidates,
+            CHUNKS=sizes.CHUNKS,
+            BLOCK=BLOCK,
+            ROUND=self.order["ROUND"],
+            **self.window,
+            num_warps=8,
+        )
+
+
+def build_topk_select(ctx: BuildContext) -> Callable[..., Any]:
+    """Make the run function of ``topk_select``: a program a row, or four launches where rows are long."""
+    spec, check = ctx.spec, ctx.check
+    select, score = Selector(spec), torch_dtype(spec.score)
+    selected = spec.topk if spec.return_selected else 0
+
+    def run(
+        scores: Any,
+        row_len: Any,
+        row_start: Any = None,
+        *,
+        out: Any = None,
+        scores_out: Any = None,
+        workspace: Any = None,
+    ) -> Any:
+        check(
+            scores=scores,
+            row_len=row_len,
+            row_start=row_start,
+            out=out,
+            scores_out=scores_out,
+            workspace=workspace,
+        )
+        rows = scores.shape[0]
+        if out is None:
+            out = scores.new_empty((rows, spec.topk), dtype=torch.int32)
+        if scores_out is None:
+            scores_out = scores.new_empty((rows, selected), dtype=score)
+        if rows:
+            needed = sizes.scratch(spec.topk, rows)
+            if workspace is None:
+                workspace = scores.new_empty((needed,), dtype=torch.uint8)
+            select(scores, row_len, row_start, out, scores_out, workspace[:needed].view(torch.int32))
+        return out, scores_out
+
+    return run
