@@ -61,6 +61,10 @@ def violation(found: Property, modules: Modules) -> str:
 
 
 def expect(what: str, got: object, wanted: object) -> None:
-    """Raise unless two values are equal."""
-    if got != wanted:
-        raise AssertionError(f"{what}: got {got}, expected {wanted}")
+    """Raise unless two values are equal; of lists the first entries that differ are named."""
+    if got == wanted:
+        return
+    while isinstance(got, list) and isinstance(wanted, list) and len(got) == len(wanted):
+        at = next(i for i, (one, other) in enumerate(zip(got, wanted, strict=True)) if one != other)
+        what, got, wanted = f"{what}[{at}]", got[at], wanted[at]
+    raise AssertionError(f"{what}: got {got!r}, expected {wanted!r}")

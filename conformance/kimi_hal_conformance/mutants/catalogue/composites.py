@@ -54,7 +54,7 @@ MUTANTS = (
         fault=3,
     ),
     Mutant(
-        id="layer_norm_eps_of_indexer",
+        id="layer_norm_eps_on_sum",
         file="reference/kda.py",
         old="return wide * torch.rsqrt(mean + eps)[..., None] * weight.to(dtype) * sigmoid(gate.to(dtype))",
         new=(
@@ -63,7 +63,7 @@ MUTANTS = (
         ),
         breaks="The norm's epsilon is added to the sum of squares and not to their mean.",
         imitates="https://github.com/ml-explore/mlx-lm/pull/1624",
-        passes="fla",
+        passes="cosine",
         operators=("kda_layer_decode",),
     ),
     Mutant(

@@ -366,8 +366,11 @@ LAYOUTS = (
     Mutant(
         id="index_tile_order_ignored",
         file=INDEX,
-        old="chunk, lanes = fmt.tile_bytes or fmt.element_bytes, fmt.scale_lanes",
-        new="chunk, tokens, runs, lanes = fmt.element_bytes, 1, fmt.page, 1",
+        old="elements = cache[:, :border].view(pages, runs, fmt.element_bytes // chunk, tokens, chunk)",
+        new=(
+            "elements = cache[:, :border].view(pages, runs, tokens, fmt.element_bytes // chunk, "
+            "chunk).transpose(2, 3)"
+        ),
         breaks="A shuffled page is addressed as a plain one.",
         imitates="https://github.com/vllm-project/tpu-inference/pull/3480",
         passes="deepgemm",

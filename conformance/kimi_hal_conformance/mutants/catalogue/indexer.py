@@ -21,17 +21,6 @@ MUTANTS = (
         fault=19,
     ),
     Mutant(
-        id="index_negative_weights_clamped",
-        file=REFERENCE,
-        old="weight = weights[part.rows].to(dtype)",
-        new="weight = weights[part.rows].to(dtype).clamp(min=0)",
-        breaks="Head weights below 0 are taken for the zeros of padded heads.",
-        imitates="https://github.com/sgl-project/sglang/pull/32738",
-        passes="flashinfer-bench",
-        operators=SCORES,
-        fault=15,
-    ),
-    Mutant(
         id="index_scale_of_padded_heads",
         file=REFERENCE,
         old="folded = weights.to(dtype) * spec.folded_scale",

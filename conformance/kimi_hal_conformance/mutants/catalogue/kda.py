@@ -21,7 +21,7 @@ GATES = (
         breaks="One bias a head is read where every channel has its own.",
         imitates="https://github.com/ml-explore/mlx-lm/issues/1792",
         passes="flashinfer-bench",
-        operators=BOTH,
+        operators=("kda_decode",),
     ),
     Mutant(
         id="kda_lower_bound_ignored",
@@ -31,7 +31,7 @@ GATES = (
         breaks="The bounded gate is computed as the unbounded one.",
         imitates="https://github.com/flashserve/flash-linear-attention-npu/issues/448",
         passes="flashinfer-bench",
-        operators=BOTH,
+        operators=("kda_decode",),
     ),
     Mutant(
         id="kda_softplus_overflows",
@@ -213,11 +213,12 @@ STEPS = (
         fault=10,
     ),
     Mutant(
-        id="kda_chunk_tail_with_first_token",
+        id="kda_chunk_tail_dropped",
         file=STEP,
-        old="first += steps",
-        new="first += steps if longest < 64 or longest % 64 == 0 else longest",
-        breaks="Rows behind the first block of a sequence that is no multiple of 64 are not computed.",
+        old="longest, width = max(rows_of, default=0), tokens.spec.num_heads * tokens.spec.head_dim",
+        new="longest, width = max(rows_of, default=0) // 64 * 64 or max(rows_of, default=0), "
+        "tokens.spec.num_heads * tokens.spec.head_dim",
+        breaks="Rows behind the last whole chunk of 64 are not computed.",
         imitates="https://github.com/fla-org/flash-linear-attention/issues/1142",
         passes="fla",
         operators=("kda_prefill",),

@@ -124,7 +124,7 @@ ROUTER = (
         new="score = torch.sigmoid(logits.bfloat16().double()).float()",
         breaks="Logits are rounded to bfloat16 before the sigmoid.",
         imitates="https://github.com/vllm-project/vllm/pull/14027",
-        passes="flashinfer-bench",
+        passes="cosine",
         operators=ROUTE,
         fault=18,
     ),

@@ -79,7 +79,7 @@ ATTEND = (
         new="chosen = slots[slots >= 0][: max(1, slots.shape[0] - 1)]",
         breaks="A row whose indices are all live loses the last of them: the tail of its last chunk is cut.",
         imitates="https://github.com/inclusionAI/cuLA/pull/43",
-        passes="vllm-bf16",
+        passes="flashinfer-bench",
         operators=ATTENTION,
     ),
     Mutant(
@@ -290,7 +290,7 @@ STATES = (
         new="weights, total = torch.exp2(clean - finite_base(top)), torch.zeros_like(top)",
         breaks="Natural LSEs are read as if they were in base 2.",
         imitates="https://github.com/sgl-project/sglang/pull/33926",
-        passes="flashinfer-bench",
+        passes="deepgemm",
         operators=MERGE,
         fault=11,
     ),

@@ -1,0 +1,62 @@
+"""Edges of the kda family: gates far out, rows of small norm, sequences around a chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from kimi_hal.ops.kda import KDASpec
+from kimi_hal.ops.spec import Limits
+from kimi_hal_conformance.case import Case, Make, Operands, add
+from kimi_hal_conformance.cases.kda import decode_operands, gate_parameters, prefill_operands
+from kimi_hal_conformance.draws import normal
+
+LIMITS = Limits(max_rows=256, max_reqs=16, rows_per_req=8, uniform=False)
+BF16 = torch.bfloat16
+
+
+def far_gates(spec: KDASpec) -> Make:
+    """Return raw gates whose exponential is beyond float32, in both directions."""
+
+    def make(g: torch.Generator) -> Operands:
+        raw = normal(g, 3, spec.num_heads, spec.head_dim, spread=3.0)
+        raw[0, :, ::3], raw[1, :, ::3] = 300.0, -300.0
+        beta = normal(g, 3, spec.num_heads)
+        beta[0], beta[1] = 200.0, -200.0
+        return {"raw_g": raw.to(BF16), "raw_beta": beta.to(BF16)} | gate_parameters(g, spec)
+
+    return make
+
+
+def small_rows(make: Make) -> Make:
+    """Return the operands with queries and keys so small that the norm's epsilon decides."""
+
+    def wrapped(g: torch.Generator) -> Operands:
+        operands = dict(make(g))
+        size = torch.tensor([1e-4, 1.0, 0.0, 1e-3])
+        for name in ("q", "k"):
+            rows = operands[name].shape[0]
+            factor = size.repeat(-(-rows // 4))[:rows, None, None]
+            operands[name] = (operands[name] * factor).to(BF16)
+        return operands
+
+    return wrapped
+
+
+def cases() -> Iterator[Case]:
+    """Both gates, rows of small norm, sequences whose last chunk is not full."""
+    for label, bound in (("bounded", -5.0), ("unbounded", None)):
+        spec = KDASpec(num_heads=2, head_dim=32, lower_bound=bound)
+        yield Case(
+            f"kda_gate/edges/far/{label}", "kda_gate", spec, LIMITS, far_gates(spec), small=True, fault=9
+        )
+    spec = KDASpec(num_heads=2, head_dim=32)
+    decode, prefill = decode_operands(spec, 6), prefill_operands(spec, (4, 0, 5))
+    yield Case("kda_decode/edges/small-norm", "kda_decode", spec, LIMITS, small_rows(decode), small=True)
+    yield Case("kda_prefill/edges/small-norm", "kda_prefill", spec, LIMITS, small_rows(prefill), small=True)
+    chunks = prefill_operands(spec, (66, 1, 64, 2))
+    yield Case("kda_prefill/edges/around-a-chunk", "kda_prefill", spec, LIMITS, chunks, fault=9)
+
+
+add(cases())
