@@ -7,7 +7,7 @@ they are the buffers that were given, or memory of their own.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,10 @@ from kimi_hal_conformance.poison import Room, same_bits
 PAGED = ("row_req", "row_len", "block_table")
 OF_COMPOSITES = ("row_req", "row_len", "latent_table", "index_table")
 OF_SEQUENCES = ("cu_seqlens", "state_ids")
+
+
+class FormError(Exception):
+    """What a call returned is not of the contract's form."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,10 @@ def invoke(stage: Stage, found: Plan, placed: Mapping[str, Any]) -> Called:
     outs = {s.keyword: room.output(s.keyword, tuple(s.shape), s.dtype) for s in shapes} if stage.given else {}
     results = found.run(**placed, **outs, **_scratch(stage, found, placed))
     stage.subject.hooks.synchronize()
-    results = _several(results, op)
+    try:
+        results = _several(results, [shape.keyword for shape in shapes])
+    except FormError as error:
+        return Called(None, (str(error),))
     problems = list(_result_problems(results, shapes, outs, placed, torch.device(stage.subject.device)))
     if problems:
         return Called(None, tuple(problems))
@@ -140,10 +147,28 @@ def _metadata(stage: Stage, op: Operator, placed: Mapping[str, Any]) -> dict[str
     return {name: known[name] for name in names if name in known}
 
 
-def _several(results: Any, op: Operator) -> tuple[Any, ...]:
-    if isinstance(results, tuple | list):
-        return tuple(results)
-    return () if results is None and not op.outs else (results,)
+def _several(results: Any, names: Sequence[str]) -> tuple[Any, ...]:
+    """Return the results one by one, if they are as many as the outputs and in the contract's form.
+
+    Raises:
+        FormError: they are not; says what was returned and what was expected.
+    """
+    if not names and results is None:
+        return ()
+    if len(names) == 1 and not isinstance(results, tuple | list):
+        return (results,)
+    if len(names) > 1 and isinstance(results, tuple) and len(results) == len(names):
+        return results
+    listed = f" ({', '.join(names)})" if names else ""
+    wanted = ("nothing", "one tensor")[len(names)] if len(names) < 2 else f"a tuple of {len(names)}"
+    raise FormError(f"the call returned {_form(results)}, expected {wanted}{listed}")
+
+
+def _form(results: Any) -> str:
+    if results is None:
+        return "nothing"
+    kind = type(results).__name__
+    return f"a {kind} of {len(results)}" if isinstance(results, tuple | list) else f"a {kind}"
 
 
 def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -158,16 +183,12 @@ def _result_problems(
     device: torch.device,
 ) -> Iterator[str]:
     """Yield what is wrong with the kinds of the results."""
-    if len(results) != len(shapes):
-        names = ", ".join(s.keyword for s in shapes)
-        yield f"the call returned {len(results)} results, expected {len(shapes)} ({names})"
-        return
     inputs = {n: t for n, t in buffers(tuple(placed), placed).items() if isinstance(t, Tensor)}
     for shape, result in zip(shapes, results, strict=True):
         if not isinstance(result, Tensor):
             yield f"{shape.keyword} is a {type(result).__name__}, not a tensor"
-        elif shape.keyword in outs and outs[shape.keyword].numel():
-            if not same_place(result, outs[shape.keyword]):
+        elif shape.keyword in outs:
+            if result is not outs[shape.keyword]:
                 yield f"{shape.keyword} was given, but another tensor was returned"
         else:
             yield from _fresh_problems(shape, result, inputs, device)
@@ -194,17 +215,6 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def same_place(a: Tensor, b: Tensor) -> bool:
-    """Tell whether two tensors are the same elements of the same memory."""
-    return a is b or (
-        a.dtype == b.dtype
-        and a.shape == b.shape
-        and a.stride() == b.stride()
-        and a.data_ptr() == b.data_ptr()
-        and a.device == b.device
-    )
-
-
 def _topk(stage: Stage) -> Called:
     """Call ``indexer_topk``, then its test entry, which also writes all scores and must select alike."""
     question, room = stage.question, stage.room
@@ -221,7 +231,7 @@ def _topk(stage: Stage) -> Called:
     scores = room.output("all_scores_out", (placed["row_len"].shape[0], width), spec.score)
     results = entry(**placed, **_scratch(stage, found, placed), all_scores_out=scores)
     stage.subject.hooks.synchronize()
-    if not isinstance(results, tuple) or len(results) != 3 or not same_place(results[2], scores):
+    if not isinstance(results, tuple) or len(results) != 3 or results[2] is not scores:
         return Called(None, ("return_scores did not return (indices, scores, all_scores_out)",))
     problems = [
         f"{name} differs with return_scores"

@@ -24,7 +24,7 @@ OTHERS = [
 IMPLEMENTATIONS = """
 FAULTS = (
     "right prints aborts segfaults exits leaves hangs raises build_raises misses other_signature ignores_out "
-    "view wrong_dtype wrong_shape one_result no_tensor past_end before_start modifies forgets fragile"
+    "view wrong_dtype wrong_shape one_result a_list no_tensor past_end before_start modifies forgets fragile"
 ).split()
 IMPLEMENTATIONS = (
     *(covering("merge_attn_states", name) for name in FAULTS),
@@ -141,6 +141,11 @@ def one_result(right, *operands):
 
 
 @fault
+def a_list(right, *operands):
+    return list(call(right, *operands))
+
+
+@fault
 def no_tensor(right, *operands):
     return call(right, *operands)[0], 0.0
 
@@ -210,7 +215,7 @@ def verdicts(report: Report) -> dict[str, Verdict]:
 
 
 def test_every_implementation_has_its_verdict(report: Report) -> None:
-    assert len(report.verdicts) == 23
+    assert len(report.verdicts) == 24
     assert {v.case for v in report.verdicts} == {CASE}
     assert not report.ok
 
@@ -223,7 +228,7 @@ def test_the_report_says_who_was_tested_and_where(report: Report) -> None:
     assert "sparse_mla" in report.not_implemented
     assert "merge_attn_states" not in report.not_implemented
     assert report.profile == "cases"
-    assert len(report.implementations) == 23
+    assert len(report.implementations) == 24
     assert report.implementations[0].version == "1.0"
     assert len(report.implementations[0].source_hash) == 64
 
@@ -272,7 +277,8 @@ def test_a_hang_is_ended_and_shows_its_stack(verdicts: dict[str, Verdict]) -> No
                 "KIMI_HAL_OPS=merge_attn_states=<another> takes another implementation.",
             ),
         ),
-        ("one_result", ("the call returned 1 results, expected 2 (out, lse_out)",)),
+        ("one_result", ("the call returned a Tensor, expected a tuple of 2 (out, lse_out)",)),
+        ("a_list", ("the call returned a list of 2, expected a tuple of 2 (out, lse_out)",)),
         ("no_tensor", ("lse_out is a float, not a tensor",)),
         ("ignores_out", ("out was given, but another tensor was returned",)),
         (
