@@ -53,7 +53,8 @@ class Endpoint:
 
     Args:
         name: unique among the endpoints that meet.
-        pool: as ``Layout.views`` takes it, in host or device memory; kept alive by the endpoint.
+        pool: as ``Layout.views`` takes it, in host or device memory. The endpoint keeps it alive; it must not
+            move, as a host tensor does when it is sent to another process by ``torch.multiprocessing``.
         layout: the packed cache.
         rank: tensor-parallel rank.
         backend: NIXL's transport.
@@ -74,7 +75,8 @@ class Endpoint:
         if backend not in self._agent.backends:
             known = ", ".join(sorted(self._agent.get_plugin_list()))
             raise CacheError(f"NIXL has no transport {backend!r} here. Known: {known}")
-        region = [(pool.data_ptr(), layout.bytes, self.device, "")]
+        self.base = pool.data_ptr()
+        region = [(self.base, layout.bytes, self.device, "")]
         self._region = self._try("register the pool", self._agent.register_memory, region, self.memory)
 
     def card(self) -> bytes:
@@ -83,7 +85,7 @@ class Endpoint:
             "version": VERSION,
             "name": self.name,
             "rank": self.rank,
-            "base": self.pool.data_ptr(),
+            "base": self.base,
             "bytes": self.layout.bytes,
             "memory": self.memory,
             "device": self.device,
@@ -127,14 +129,14 @@ class Endpoint:
         for move in moves:
             check_move(move, peer.bytes, self.layout.bytes)
         there = [(peer.base + m.source, m.length, peer.device) for m in moves]
-        here = [(self.pool.data_ptr() + m.target, m.length, self.device) for m in moves]
+        here = [(self.base + m.target, m.length, self.device) for m in moves]
         self._transfer("READ", peer, here, there, note, timeout)
 
     def write(self, peer: Peer, moves: Sequence[Move], *, note: bytes = b"", timeout: float = 60.0) -> None:
         """Write ranges of this pool into the peer's; arguments and errors as ``read``, directions turned."""
         for move in moves:
             check_move(move, self.layout.bytes, peer.bytes)
-        here = [(self.pool.data_ptr() + m.source, m.length, self.device) for m in moves]
+        here = [(self.base + m.source, m.length, self.device) for m in moves]
         there = [(peer.base + m.target, m.length, peer.device) for m in moves]
         self._transfer("WRITE", peer, here, there, note, timeout)
 
@@ -156,6 +158,11 @@ class Endpoint:
         note: bytes,
         timeout: float,
     ) -> None:
+        if self.pool.data_ptr() != self.base:
+            raise CacheError(
+                f"the pool of {self.name!r} has moved since it was registered, as torch.multiprocessing moves what "
+                "it sends: send a clone, or make a new endpoint"
+            )
         if not here:
             return
         what = f"{direction.lower()} {sum(length for _, length, _ in here):,} bytes, peer {peer.name!r}"
