@@ -87,7 +87,18 @@ def run_pytest(folders: list[str], full: bool, outcome: Outcome) -> None:
     with TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         marks = "not gpu" if full else "not gpu and not full"
-        command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-m", marks, f"--junitxml={report}", *folders]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-n",
+            "2",
+            "-m",
+            marks,
+            f"--junitxml={report}",
+            *folders,
+        ]
         code = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
         if not report.is_file():
             outcome.broken.append(f"pytest ended with {code} and no report")
@@ -109,14 +120,17 @@ def show(outcomes: dict[str, Outcome], console: Console) -> None:
     for name, outcome in outcomes.items():
         over = outcome.seconds > 60 * shares[name]
         note = ", ".join(outcome.broken) or ("over its share" if over else "")
-        row = (f"{outcome.seconds / 60:.1f} min", f"{shares[name]:g} min", outcome.passed, outcome.failed, outcome.skipped)
-        table.add_row(name, *map(str, row), note, style=None if outcome.ok else "red")
+        times = f"{outcome.seconds / 60:.1f} min", f"{shares[name]:g} min"
+        counts = (str(n) for n in (outcome.passed, outcome.failed, outcome.skipped))
+        table.add_row(name, *times, *counts, note, style=None if outcome.ok else "red")
     console.print(table)
 
 
 def commit() -> str:
     """Return the commit that is checked out, marked if the tree differs from it."""
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    head = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
     dirty = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True).stdout
     return head + ("+changes" if dirty else "")
 
@@ -129,7 +143,8 @@ def keep(outcomes: dict[str, Outcome]) -> None:
         name: {"seconds": round(o.seconds), "passed": o.passed, "failed": o.failed, "skipped": o.skipped}
         for name, o in outcomes.items()
     }
-    path.write_text(json.dumps({"commit": commit(), "date": time.strftime("%Y-%m-%d"), "parts": rows}, indent=2) + "\n")
+    about = {"commit": commit(), "date": time.strftime("%Y-%m-%d"), "parts": rows}
+    path.write_text(json.dumps(about, indent=2) + "\n")
 
 
 def main() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from kimi_hal_amd.plugin import NODES, gfx_name, probe
 
 

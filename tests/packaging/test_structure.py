@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from kimi_hal.ops import get
+from kimi_hal.triton.capabilities import implementations
+
 ROOT = Path(__file__).resolve().parents[2]
 CORE = ROOT / "kimi_hal"
 BACKENDS = sorted(p.name for p in (ROOT / "backends").iterdir() if p.is_dir())
@@ -91,8 +94,12 @@ def test_an_operator_family_has_one_file_name_everywhere() -> None:
     for family in families:
         for folder in (CORE / "ops", CORE / "reference", cases):
             assert (folder / f"{family}.py").is_file(), folder / f"{family}.py"
-    for path in sources(CORE / "triton"):
-        assert path.stem in families | {"__init__", "interpreter", "capabilities"}, path
+
+
+def test_a_portable_kernel_is_built_in_its_family_s_file() -> None:
+    for implementation in implementations(("any",)):
+        family = get(implementation.operator).family
+        assert implementation.build.startswith(f"kimi_hal.triton.{family}:"), implementation.build
 
 
 def test_the_core_distribution_needs_torch_and_pluggy_alone() -> None:

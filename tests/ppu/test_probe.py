@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from kimi_hal.dispatch.management import Inventory, ManagedDevice
 from kimi_hal_ppu.plugin import architecture, claim
 
