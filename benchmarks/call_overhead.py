@@ -37,7 +37,7 @@ from inputs import example
 
 SPEC = SparseMLASpec(num_heads=12, latent="latent.fp8.e4m3fn.tensor")
 LIMITS = Limits(max_rows=256, max_reqs=64)
-ROUNDS, CALLS = 41, 5_000
+ROUNDS, CALLS = 201, 1_000
 
 
 def build(ctx: Any) -> Callable[..., Any]:

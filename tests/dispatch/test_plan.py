@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import time
 
 import fake_kernels
 import pytest
@@ -651,10 +652,12 @@ def test_a_field_that_shares_an_operands_name_has_a_prefix(plugins):
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_plan_costs_milliseconds(plugins, name):
-    import time
-
     spec, limits, *_ = example(name)
-    hal.plan(name, spec, limits, device="cpu")
-    start = time.perf_counter()
-    hal.plan(name, spec, limits, device="cpu")
-    assert time.perf_counter() - start < 0.25  # a few milliseconds on an idle machine
+
+    def processor_seconds():
+        start = time.process_time()
+        hal.plan(name, spec, limits, device="cpu")
+        return time.process_time() - start
+
+    processor_seconds()  # imports the reference
+    assert min(processor_seconds() for _ in range(3)) < 0.25  # about 10 ms; a composite plans its parts too
