@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from multiprocessing.connection import Connection
 from typing import Any
@@ -70,18 +71,19 @@ def state_block(ranks: cache.Layout, group: str, r: int) -> int:
     return 10 + 2 * names.index(group) + r
 
 
-def serve(pipe: Connection, seed: int) -> None:
+def serve(pipe: Connection, seed: int, device: str = "cpu") -> None:
     """Send cards and outputs, answer what the parent asks, end when it says so.
 
     A tensor that is sent moves to shared memory, so a registered pool is never sent itself.
     """
     outputs, pools = prefill(seed)
+    pools = [pool.to(device) for pool in pools]
     ranks = layout(BLOCK, TP)
     ends = [Endpoint(f"prefill-{rank}", pool, ranks, rank=rank) for rank, pool in enumerate(pools)]
     pipe.send([end.card() for end in ends])
     pipe.send(dict(outputs.items()))
     answers: dict[str, Any] = {
-        "pool": lambda rank: pools[rank].clone(),
+        "pool": lambda rank: pools[rank].cpu().clone(),
         "notes": lambda rank: noted(ends[rank]),
     }
     while (asked := pipe.recv()) is not None:
@@ -99,3 +101,30 @@ def noted(end: Endpoint) -> dict[str, list[bytes]]:
             return found
         time.sleep(0.01)
     return {}
+
+
+class Prefill:
+    """The other process, seen from the test's."""
+
+    def __init__(self, seed: int = 3, device: str = "cpu") -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, seed, device), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.cards: list[bytes] = self.receive()
+        self.outputs: dict[str, Tensor] = self.receive()
+
+    def receive(self) -> Any:
+        assert self.pipe.poll(120), "the other process says nothing"
+        return self.pipe.recv()
+
+    def ask(self, what: str, rank: int) -> Any:
+        self.pipe.send((what, rank))
+        return self.receive()
+
+    def end(self) -> None:
+        self.pipe.send(None)
+        self.process.join(30)
+        if self.process.is_alive():
+            self.process.kill()

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 import transfer_child as child
 from cache_cases import Caches, Step, equal, pool_of
-from torch import Tensor
+from transfer_child import Prefill
 
 from kimi_hal import cache
 from kimi_hal.cache import Move, transfer
@@ -22,33 +20,6 @@ from kimi_hal.errors import CacheError
 nixl = pytest.importorskip(
     "nixl", reason="block transfer needs the nixl wheel: pip install --no-deps nixl==1.5.1 nixl-cu13==1.5.1"
 )
-
-
-class Prefill:
-    """The other process, seen from here."""
-
-    def __init__(self, seed: int = 3) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=child.serve, args=(theirs, seed), daemon=True)
-        self.process.start()
-        theirs.close()
-        self.cards: list[bytes] = self.receive()
-        self.outputs: dict[str, Tensor] = self.receive()
-
-    def receive(self) -> Any:
-        assert self.pipe.poll(120), "the other process says nothing"
-        return self.pipe.recv()
-
-    def ask(self, what: str, rank: int) -> Any:
-        self.pipe.send((what, rank))
-        return self.receive()
-
-    def end(self) -> None:
-        self.pipe.send(None)
-        self.process.join(30)
-        if self.process.is_alive():
-            self.process.kill()
 
 
 @pytest.fixture(scope="module")
