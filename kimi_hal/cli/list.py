@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from kimi_hal.dispatch.candidate import COMPOSED
 from kimi_hal.dispatch.contract import Capability, Implementation
 from kimi_hal.dispatch.loader import Loaded, Registry, candidates, load
 from kimi_hal.ops import OPERATORS
@@ -35,13 +36,20 @@ def matrix(registry: Registry, operators: list[str]) -> dict[str, Any]:
     """Return the matrix as JSON-ready data: operator -> backend -> implementations."""
     rows = {
         name: {
-            backend: [describe(i) for i in candidates(loaded, name)]
+            backend: [describe(i) for i in available(loaded, name)]
             for backend, loaded in sorted(registry.backends.items())
         }
         for name in operators
     }
     failures = {name: failure.message for name, failure in sorted(registry.failures.items())}
     return {"operators": rows, "failures": failures}
+
+
+def available(loaded: Loaded, operator: str) -> list[Implementation]:
+    """Return a backend's implementations; a composition only where it has the parts that one rank needs."""
+    needed = [part for part in get(operator).parts if not get(part).grouped]
+    lacking = not all(loaded.of(part) for part in needed)
+    return [i for i in candidates(loaded, operator) if not (i.name == COMPOSED and lacking)]
 
 
 def describe(implementation: Implementation) -> dict[str, Any]:
@@ -72,7 +80,10 @@ def print_matrix(registry: Registry, operators: list[str]) -> None:
     from rich.table import Table
 
     backends = [registry.backends[name] for name in sorted(registry.backends)]
-    table = Table("operator", *(b.name for b in backends))
+    table = Table()
+    table.add_column("operator", no_wrap=True)
+    for loaded in backends:
+        table.add_column(loaded.name)
     for name in operators:
         table.add_row(name, *(cell(loaded, name) for loaded in backends))
     console = Console()
@@ -84,7 +95,7 @@ def print_matrix(registry: Registry, operators: list[str]) -> None:
 
 def cell(loaded: Loaded, operator: str) -> str:
     """Return one cell: the implementations and how each may run; ``–`` where there is none."""
-    found = candidates(loaded, operator)
+    found = available(loaded, operator)
     return "\n".join(f"{i.name} {''.join(MARKS[e] for e in i.execution)}" for i in found) or "–"
 
 
