@@ -6,6 +6,7 @@ from kimi_hal.dispatch.contract import Capability, Implementation
 from kimi_hal.domain import Domain, OneOf, Range
 from kimi_hal.triton.claim_terms import ELEMENT, EXECUTION, LAST, REQUIRES, ROW
 from kimi_hal.triton.indexer_claims import indexer
+from kimi_hal.triton.sparse_mla_claims import sparse_mla
 
 #: An engine builds one KDASpec for all six operators: what these two do not look at may be anything.
 KDA: dict[str, Domain] = {
@@ -29,29 +30,7 @@ def implementations(arch: tuple[str, ...]) -> tuple[Implementation, ...]:
     """Return the portable implementations for these architectures."""
     return (
         *indexer(arch),
-        Implementation(
-            operator="merge_attn_states",
-            name="triton",
-            build="kimi_hal.triton.sparse_mla:build_merge_attn_states",
-            capabilities=(
-                Capability(
-                    arch=arch,
-                    spec={
-                        "parts": Range(1, 64),
-                        "num_heads": Range(1, 128),
-                        "dim": Range(1, 1024),
-                        "dtype": OneOf(("bfloat16", "float32")),
-                        "return_lse": OneOf((False, True)),
-                    },
-                    tensors={"outs": ELEMENT, "lses": ELEMENT},
-                    properties=ROW,
-                    requires=REQUIRES,
-                ),
-            ),
-            preferences=LAST,
-            execution=EXECUTION,
-            source=("kimi_hal/triton/sparse_mla.py",),
-        ),
+        *sparse_mla(arch),
         Implementation(
             operator="kda_gate",
             name="triton",
