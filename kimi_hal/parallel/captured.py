@@ -21,9 +21,12 @@ from kimi_hal.parallel.groups import Group, require
 from kimi_hal.reference import protocols, selection
 from kimi_hal.reference import topk_merge as reference
 
-#: One row in so many has room in the second exchange unless the engine says otherwise. Resends are rare where
-#: positions are interleaved (``benchmarks/results/merge_traffic.json``), and room costs bytes at every call.
+#: One row in so many has room in the second exchange unless the engine says otherwise. With positions dealt one
+#: by one no row needed it, on random scores and on real text; room costs bytes at every call.
 ROWS_A_RESEND = 32
+#: Tied positions of a row that have room where nearly every row has ties across the cut, as scores of 16 bits do.
+#: 51 were needed at most (two ranks, 131,072 keys); figures: ``benchmarks/results/merge_traffic.json``.
+TIES = 128
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,10 @@ class Capacity:
 
     @classmethod
     def default(cls, spec: TopKMergeSpec, max_rows: int) -> Capacity:
-        """Return room for one row in 32, at least one, with any number of ties."""
-        return cls(rows=-(-max_rows // ROWS_A_RESEND), ties=spec.topk)
+        """Return room for one row in 32; for ``scores_only`` of bfloat16, whose scores often tie, for every row."""
+        if spec.protocol == "scores_only" and spec.score == "bfloat16":
+            return cls(rows=max(1, max_rows), ties=min(spec.topk, TIES))
+        return cls(rows=max(1, -(-max_rows // ROWS_A_RESEND)), ties=spec.topk)
 
     def bytes(self, spec: TopKMergeSpec) -> int:
         """Return what a rank sends in the second exchange of every call, needed or not."""

@@ -213,3 +213,11 @@ def test_the_default_has_room_for_one_row_in_32() -> None:
     assert Capacity.default(spec, 512) == Capacity(rows=16, ties=2048)
     assert Capacity.default(spec, 3) == Capacity(rows=1, ties=2048)
     assert Capacity.default(spec, 512).bytes(spec) == 16 * 2048 * 8
+
+
+def test_scores_of_16_bits_have_room_for_some_ties_of_every_row() -> None:
+    fields = {"dcp": DCP(world=8), "protocol": "scores_only", "return_global": False}
+    short, wide = (TopKMergeSpec(score=score, topk=2048, **fields) for score in ("bfloat16", "float32"))
+    assert Capacity.default(short, 64) == Capacity(rows=64, ties=128)
+    assert Capacity.default(wide, 64) == Capacity(rows=2, ties=2048)
+    assert Capacity.default(short, 64).bytes(short) == 64 * 128 * 4
