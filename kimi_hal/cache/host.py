@@ -33,6 +33,8 @@ class HostTier:
     def store(self, pool: Tensor, blocks: Sequence[int], rows: Sequence[int]) -> None:
         """Copy blocks of the device's pool to rows of the tier, on the current stream.
 
+        Of pinned memory a device's copy may still be under way on return: synchronise before the host reads.
+
         Raises:
             CacheError: as many rows as blocks are needed, each inside its pool; a row named twice.
         """

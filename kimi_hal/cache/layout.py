@@ -189,9 +189,13 @@ class Layout:
         return 1 if cache.page is None else self.block_bytes // cache.page_bytes(cache.page)
 
     def columns(self, name: str) -> int:
-        """Return the columns of a kernel's block table of this cache, for ``max_context`` tokens."""
-        group = self.group_of(name)
-        return group.blocks(self.max_context) * self.pages(name)
+        """Return the columns of a kernel's block table of this token cache, for ``max_context`` tokens.
+
+        A window's table is as long as the request: blocks that it has left are −1.
+        """
+        pages, tokens = self.pages(name), self.group_of(name).tokens
+        assert tokens is not None
+        return -(-self.max_context // tokens) * pages
 
     def column(self, name: str, tokens: int) -> int:
         """Return which column of its group's block table holds the last of a request's ``tokens``.

@@ -69,23 +69,31 @@ class Pair:
             CacheError: blocks outside a layout, blocks that do not match, an unknown rank.
             UnknownNameError: an unknown group.
         """
+        self._check_rank(rank)
         self._check_request(source, target)
         if self.same:
             return {rank: self._whole(source, target)}
-        found: dict[int, list[Move]] = {}
-        for move in self._tokens(source, target):
-            found.setdefault(self.token_rank(rank), []).append(move)
-        for peer in self.state_ranks(rank):
+        found = {self.token_rank(rank): list(self._tokens(source, target))}
+        for peer in sorted({self.token_rank(rank), *self.state_ranks(rank)}):
             found.setdefault(peer, []).extend(self._states(rank, peer, source, target))
         return {p: joined(sorted(some, key=lambda m: m.source)) for p, some in found.items() if some}
 
     def _whole(self, source: Blocks, target: Blocks) -> tuple[Move, ...]:
         """Return the moves of a request between instances of one layout."""
-        return tuple(m for name in source for m in whole_blocks(self.prefill, source[name], target[name]))
+        return tuple(
+            m for name in source for m in whole_blocks(self.prefill, source[name], target.get(name, ()))
+        )
 
     def _tokens(self, source: Blocks, target: Blocks) -> Iterator[Move]:
         """Yield the pages of every layer: block for block, or small blocks inside large ones."""
+        equal = self.prefill.groups[0] == self.decode.groups[0]
+        if equal:  # blocks of one size: one range each
+            for a, b in zip(source.get(TOKENS, ()), target.get(TOKENS, ()), strict=True):
+                start, end = a * self.prefill.block_bytes, b * self.decode.block_bytes
+                yield Move(start, end, self.prefill.used_bytes, f"block {a} to {b}")
         for cache in self.prefill.caches:
+            if equal and cache.window is None:
+                continue
             pairs = zip(self.prefill.places(cache.name), self.decode.places(cache.name), strict=True)
             for (group, p), (other, d) in pairs:
                 ours, theirs = source.get(group.name, ()), target.get(other.name, ())
@@ -96,8 +104,14 @@ class Pair:
                     yield Move(start, end, size, f"{cache.name} layer {p.layer}")
 
     def _states(self, rank: int, peer: int, source: Blocks, target: Blocks) -> Iterator[Move]:
-        """Yield the states of the heads that a prefill rank and a decode rank both hold."""
+        """Yield the states of the heads that a prefill rank and a decode rank both hold.
+
+        A state that every rank holds whole is read where tokens are.
+        """
+        whole, parts = peer == self.token_rank(rank), peer in self.state_ranks(rank)
         for state in self.prefill.states:
+            if not (whole if state.heads is None else parts):
+                continue
             pairs = zip(self.prefill.places(state.name), self.decode.places(state.name), strict=True)
             for (group, p), (other, d) in pairs:
                 both = zip(source.get(group.name, ()), target.get(other.name, ()), strict=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cache_cases import FP8, MXFP4, NVFP4, equal, kimi, pool_of, small
+from cache_cases import FP8, MXFP4, NVFP4, equal, kimi, pool_of, small, states
 from torch import Tensor
 
 from kimi_hal import cache
@@ -183,6 +183,16 @@ def test_windows_move_block_for_block() -> None:
     assert len(moves) == len(names)  # each block's pages are one range
 
 
+def test_a_state_that_every_rank_holds_whole_is_read_once() -> None:
+    described = [*small(conv_layout="channel_width"), *states(512)]
+    prefill, decode = (cache.plan(described, block_size=64, tp=tp, num_blocks=16) for tp in (4, 2))
+    pairing = cache.pair(prefill, decode)
+    for rank in (0, 1):
+        moves = pairing.moves(rank, request(prefill, 64), request(decode, 64))
+        found = [(peer, m.length) for peer, some in moves.items() for m in some if "part0" in m.what]
+        assert found == [(pairing.token_rank(rank), 512)]
+
+
 # --- refusals -----------------------------------------------------------------------------------------------
 
 
@@ -244,6 +254,8 @@ def test_refuses_blocks_that_do_not_match() -> None:
         pairing.moves(0, {"tokens": [1, 2, 3], "kda": [4]}, {"tokens": [1]})
     with pytest.raises(CacheError, match=r"prefill block ids \[99\] are outside the layout's 24 blocks"):
         pairing.moves(0, {"tokens": [99]}, {"tokens": [1]})
+    with pytest.raises(CacheError, match="rank=8 is outside the decode instance's tp=8"):
+        cache.pair(kimi(num_blocks=2), kimi(num_blocks=2)).moves(8, {"tokens": [1]}, {"tokens": [1]})
     with pytest.raises(CacheError, match="rank=2 is outside the decode instance's tp=2"):
         pairing.moves(2, {"tokens": [1]}, {"tokens": [1]})
     with pytest.raises(UnknownNameError, match="unknown group 'token'; did you mean 'tokens'"):

@@ -202,6 +202,8 @@ def test_table_width_and_columns_count_in_their_own_blocks() -> None:
     assert layout.columns("latent") == 128
     assert layout.columns("index") == 128 * 16
     assert layout.group("kda.0").blocks(1 << 20) == 1
+    windows = cache.plan(models.deepseek_v4_flash(), block_size=256)
+    assert windows.columns("window") == (1 << 20) // 64
     assert kimi(max_context=1025).table_width == 2
 
 
