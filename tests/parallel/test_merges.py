@@ -76,3 +76,15 @@ def test_a_hundred_thousand_random_rows(protocol: str, world: int, interleave: i
 
 def test_the_kinds_make_a_hundred_thousand_rows() -> None:
     assert ROWS * len(KINDS) >= 100_000
+
+
+def test_compact_sends_at_most_a_tenth_of_full_at_the_models_sizes() -> None:
+    k, width = 2048, 6000
+    scores = torch.where(torch.arange(width) % 2 == 0, 1.0, 0.0).bfloat16().expand(2, -1).clone()
+    scores[:, 2 * k :] = -1.0
+    lengths = torch.tensor([width, width], dtype=torch.int32)
+    # Interleave 2 gives every rank the same number of the 2,048 winners.
+    sent = {p: merge(scores, lengths, k, 8, 2, protocol=p) for p in ("full", "compact")}
+    assert torch.equal(sent["compact"].union(k), torch.arange(0, 2 * k, 2).expand(2, -1))
+    assert sent["full"].sent == [2 * 16384] * 8
+    assert sent["compact"].sent == [2 * 1548] * 8
