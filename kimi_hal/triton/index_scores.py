@@ -57,6 +57,31 @@ def spread(scale, ROWS: tl.constexpr, GROUPS: tl.constexpr):
 
 
 @triton.jit
+def load_scale(
+    page_at,
+    token,
+    present,
+    SCALE: tl.constexpr,
+    PAGE: tl.constexpr,
+    BYTES: tl.constexpr,
+    TILE: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Return the scales of keys as float32: ``[keys, 4]`` for e8m0, else ``[keys]``; 1 where there is no key."""
+    if SCALE == "e8m0":
+        four = tl.arange(0, 4)
+        at = page_at[:, None] + scale_offset(token[:, None], four[None, :], PAGE, BYTES, TILE, LANES)
+        scale = decode_e8m0(tl.load(at, mask=present[:, None], other=127))
+    elif SCALE == "ue8m0x4":
+        at = page_at + scale_offset(token, 0, PAGE, BYTES, TILE, LANES)
+        scale = decode_e8m0(tl.load(at, mask=present, other=127))
+    else:
+        at = page_at + scale_offset(token, 0, PAGE, BYTES, TILE, LANES)
+        scale = tl.load(at.to(tl.pointer_type(tl.float32), bitcast=True), mask=present, other=1.0)
+    return scale
+
+
+@triton.jit
 def score_rows(
     q,
     q_scale,
@@ -87,6 +112,7 @@ def score_rows(
     HP: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
+    STAGES: tl.constexpr,
     ELEMENT: tl.constexpr,
     SCALE: tl.constexpr,
     PAGE: tl.constexpr,
@@ -128,7 +154,7 @@ def score_rows(
         mine = todo == current
         longest = tl.minimum(tl.max(tl.where(mine, keys, 0)), stop)
         table = block_table + current.to(tl.int64) * table_row
-        for first in range(start, longest, BN):
+        for first in tl.range(start, longest, BN, num_stages=STAGES):
             position = first + tl.arange(0, BN)
             page = tl.load(table + position // PAGE, mask=position < longest, other=-1)
             present = (page >= 0) & (page < pages)
@@ -136,12 +162,9 @@ def score_rows(
             token = position % PAGE
             at = page_at[:, None] + element_offset(token[:, None], byte[None, :], BYTES, TILE, CHUNK)
             code = tl.load(at, mask=present[:, None], other=0)
+            scale = load_scale(page_at, token, present, SCALE, PAGE, BYTES, TILE, LANES)
             if ELEMENT == "e2m1":
-                four = tl.arange(0, 4)
-                scale_at = page_at[:, None] + scale_offset(
-                    token[:, None], four[None, :], PAGE, BYTES, TILE, LANES
-                )
-                ks = spread(decode_e8m0(tl.load(scale_at, mask=present[:, None], other=127)), BN, 4)
+                ks = spread(scale, BN, 4)
                 wide = code.to(tl.int16)
                 dots = tl.dot(scaled_e2m1(wide & 15, ks, (BN, BYTES)), q_low)
                 dots = tl.dot(scaled_e2m1(wide >> 4, ks, (BN, BYTES)), q_high, dots)
@@ -151,13 +174,8 @@ def score_rows(
             if HP != H:
                 terms = tl.where((head < H)[None, :], terms, 0.0)
             score = tl.sum(tl.reshape(terms, (BN, BM, HP)), axis=2)
-            if SCALE == "ue8m0x4":
-                scale_at = page_at + scale_offset(token, 0, PAGE, BYTES, TILE, LANES)
-                score *= decode_e8m0(tl.load(scale_at, mask=present, other=127))[:, None]
-            elif SCALE != "e8m0":
-                scale_at = page_at + scale_offset(token, 0, PAGE, BYTES, TILE, LANES)
-                scale_at = scale_at.to(tl.pointer_type(tl.float32), bitcast=True)
-                score *= tl.load(scale_at, mask=present, other=1.0)[:, None]
+            if ELEMENT != "e2m1":
+                score *= scale[:, None]
             score = tl.where(present[:, None], score, float("-inf"))
             out_at = out + row.to(tl.int64)[None, :] * out_row + position[:, None]
             wanted = mine[None, :] & (position[:, None] < tl.minimum(keys, stop)[None, :])
@@ -195,6 +213,7 @@ def scores_by_place(
     HP: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
+    STAGES: tl.constexpr,
     ELEMENT: tl.constexpr,
     SCALE: tl.constexpr,
     PAGE: tl.constexpr,
@@ -242,6 +261,7 @@ def scores_by_place(
         HP,
         BM,
         BN,
+        STAGES,
         ELEMENT,
         SCALE,
         PAGE,
@@ -287,6 +307,7 @@ def scores_balanced(
     HP: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
+    STAGES: tl.constexpr,
     ELEMENT: tl.constexpr,
     SCALE: tl.constexpr,
     PAGE: tl.constexpr,
@@ -345,6 +366,7 @@ def scores_balanced(
             HP,
             BM,
             BN,
+            STAGES,
             ELEMENT,
             SCALE,
             PAGE,

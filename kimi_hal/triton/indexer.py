@@ -27,6 +27,8 @@ CONVERTED = {
 QUANTISED_ROWS = 16
 #: Keys of a tile, and heads of all its rows together: one matrix instruction's fill.
 KEYS, HEADS = 128, 128
+#: Tiles whose loads are under way, the oldest of them a page number alone.
+STAGES = 4
 #: Blocks of rows whose keys are shared out evenly; with more, every program has its place.
 BALANCED_BLOCKS = 512
 #: Local positions of one program where every program has its place.
@@ -157,11 +159,12 @@ class Scorer:
             "HP": max(16, triton.next_power_of_2(spec.num_heads)),
             "BM": self.block,
             "BN": KEYS,
+            "STAGES": STAGES,
             "NATIVE": ctx.arch in CONVERTED.get(fmt.element, ()),
             **index_pages.constants(fmt),
             **shards.constants(spec.dcp),
         }
-        self.options = {"num_warps": 4 if self.block * self.constants["HP"] <= 64 else 8, "num_stages": 3}
+        self.options = {"num_warps": 4 if self.block * self.constants["HP"] <= 64 else 8}
 
     def __call__(self, given: Operands, out: Tensor) -> None:
         """Write the scores of every row into ``out [T, L]``; there is at least one row."""
@@ -268,7 +271,8 @@ class Searcher:
     ) -> None:
         """Fill the outputs of every row; ``every`` receives all scores. There is at least one row."""
         rows, itemsize = given.q.shape[0], self.dtype.itemsize
-        width = max(self.spec.page, min(given.block_table.shape[1] * self.spec.page, self.width))
+        room = min(given.block_table.shape[1] * self.spec.page, self.width)
+        width = max(self.spec.page, room)
         together = sizes.score_rows(width, itemsize, rows)
         border = sizes.score_bytes(width, itemsize, rows)
         needed = border + sizes.scratch(self.spec.topk, together)
@@ -279,12 +283,12 @@ class Searcher:
         for first in range(0, rows, together):
             some = slice(first, first + together)
             part = given.rows(some) if rows > together else given
-            held = scores[: part.q.shape[0]]
+            held = scores[: part.q.shape[0], :room]
             self.score(part, held)
             paged = Paged(part.block_table, part.row_req, part.cache.shape[0])
             self.select(held, part.row_len, None, out[some], scores_out[some], scratch, paged)
             if every is not None:
-                kept = min(width, every.shape[1])
+                kept = min(room, every.shape[1])
                 every[some, :kept] = held[:, :kept]
 
 

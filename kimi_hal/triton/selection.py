@@ -457,7 +457,7 @@ def digits(at, count, k, BLOCK: tl.constexpr, ROUND: tl.constexpr, LOW: tl.const
     needed = k
     found = 0  # a pattern: an ordinal with its sign bit flipped
     for digit in tl.static_range((32 - LOW) // 8):
-        shift: tl.constexpr = 24 - 8 * digit
+        shift = 24 - 8 * digit
         number = tl.zeros((256,), tl.int32)
         for first in range(0, count, BLOCK):
             position = first + tl.arange(0, BLOCK)

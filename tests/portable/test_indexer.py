@@ -1,0 +1,20 @@
+"""The portable indexer, interpreted: each check of ``tests/portable_indexer.py`` is a test."""
+
+from __future__ import annotations
+
+import pytest
+from interpreted import names, outcomes
+
+pytest.importorskip("triton", reason="Triton is not installed: its CPU interpreter cannot run")
+
+CHECKS = names("portable_indexer")
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, str]:
+    return outcomes("portable_indexer", CHECKS)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_indexer(check: str, found: dict[str, str]) -> None:
+    assert found[check] == "", found[check]
