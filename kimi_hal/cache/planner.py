@@ -101,6 +101,11 @@ def _described(
     names = [c.name for c in given]
     if not names or len(set(names)) != len(names):
         raise CacheError(f"a cache needs at least one description, and each its own name; got {names}")
+    views = [c.name for c in caches] + [part.name for s in states for part in s.parts]
+    if len(set(views)) != len(views):
+        raise CacheError(
+            f"views are named by token cache and by part of a state, each its own name; got {views}"
+        )
     if dcp.index == "replicated":
         caches = tuple(dataclasses.replace(c, replicated=True) if c.name == "index" else c for c in caches)
     return caches, states

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import subprocess
@@ -345,6 +346,12 @@ def test_refuses_descriptions_of_one_name_and_none_at_all() -> None:
         cache.plan([*states(8), *states(8)], block_size=64)
     with pytest.raises(CacheError, match=r"at least one description, and each its own name; got \[\]"):
         cache.plan([], block_size=64)
+
+
+def test_refuses_two_parts_of_one_name() -> None:
+    one = states(8)[0]
+    with pytest.raises(CacheError, match=r"each its own name; got \['part0', 'part0'\]"):
+        cache.plan([one, dataclasses.replace(one, name="other")], block_size=64)
 
 
 def test_refuses_entries_that_ranks_would_split() -> None:
