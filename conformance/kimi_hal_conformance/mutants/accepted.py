@@ -15,22 +15,48 @@ from kimi_hal.ops.operator import Operator, torch_dtype
 from kimi_hal.parallel.groups import LoopbackGroup
 from kimi_hal_conformance.execute import at_rank
 from kimi_hal_conformance.mutants.builders import clone
+from kimi_hal_conformance.mutants.clone import Clone
 from kimi_hal_conformance.mutants.mutant import Mutant
 from kimi_hal_conformance.mutants.plain import KEYS, PLAIN, Plain
 from kimi_hal_conformance.mutants.tolerances import FIELD
+from kimi_hal_conformance.properties import USES
 
 #: Standard deviations of the inputs: one, and a tenth, which hides what a bound on absolute errors lets pass.
 SPREADS = (1.0, 0.1)
 #: Selections, which are compared by what they select.
 SELECTED = ("topk_select", "indexer_topk")
 
+#: What is no tolerance: nothing differs.
+SAME = "same"
+
 Modules = Callable[[str], ModuleType]
 Pair = tuple[str, Tensor, Tensor]
 
 
 def accepted(mutant: Mutant, seed: int = 0) -> dict[str, tuple[str, ...]]:
-    """Return by operator the tolerances that take the mutant for right, on inputs of one of the spreads."""
+    """Return by operator, or by area, the tolerances that take the mutant for right on plain inputs."""
+    if not mutant.operators:
+        return {area: tuple(sorted(_taking(mutant, area))) for area in mutant.areas}
     return {name: tuple(sorted(_accepting(mutant, name, seed))) for name in mutant.operators}
+
+
+def _taking(mutant: Mutant, area: str) -> Iterator[str]:
+    """Yield the tolerances that take the ordinary use of an area for right; ``SAME`` where nothing differs."""
+    copy = Clone(f"kimi_hal_plain_{mutant.id}", None, mutant)
+    right, wrong = USES[area](real), USES[area](copy.module)
+    if not isinstance(right, Tensor) or not isinstance(wrong, Tensor):
+        yield from (SAME,) if right == wrong else ()
+        return
+    for name, tolerance in FIELD.items():
+        if tolerance(wrong.double(), right.double()):
+            yield name
+    if torch.equal(wrong, right):
+        yield SAME
+
+
+def real(name: str) -> ModuleType:
+    """Import a module of the core itself."""
+    return importlib.import_module(f"kimi_hal.{name}")
 
 
 def _accepting(mutant: Mutant, operator: str, seed: int) -> Iterator[str]:
@@ -48,7 +74,7 @@ def compared(mutant: Mutant, operator: str, draw: Any, spread: float, seed: int)
     plain = draw(torch.Generator().manual_seed(seed), spread)
     op = ops.get(operator)
     wrong = results(op, plain, clone(mutant.id).module)
-    right = results(op, plain, lambda name: importlib.import_module(f"kimi_hal.{name}"))
+    right = results(op, plain, real)
     return [(name, got.double(), right[name].double()) for name, got in wrong.items()]
 
 
@@ -140,6 +166,4 @@ def used(spec: Any, given: dict[str, Any], modules: Modules) -> dict[str, Tensor
     prepared = modules("reference.moe").prepare_moe_weights(spec, **given)
     plain = PLAIN["moe_experts"][0](torch.Generator().manual_seed(1), 1.0)
     operands = {**plain.operands, "weights": prepared}
-    return one(
-        ops.get("moe_experts"), spec, operands, lambda name: importlib.import_module(f"kimi_hal.{name}")
-    )
+    return one(ops.get("moe_experts"), spec, operands, real)

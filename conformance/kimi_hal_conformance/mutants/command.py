@@ -79,7 +79,7 @@ def lines(found: Killed, every: bool) -> Iterator[str]:
         return
     first = found.kills[0]
     count = f" ({len(found.kills)} of {found.of} kill it)" if every else ""
-    yield f"    killed by {first.test}{count}: {first.problem}"
+    yield f"    killed by {first.test}{count}: {'; '.join(first.problem.splitlines())}"
     part = first.smallest.removeprefix(first.test).removeprefix(", ")
     yield f"    smallest input: {part}: {first.input}" if part else f"    smallest input: {first.input}"
 

@@ -224,7 +224,7 @@ def decode(g: torch.Generator, spread: float) -> Plain:
 
 def verify(g: torch.Generator, spread: float) -> Plain:
     """Return drafts of two sequences that begin."""
-    given = conv(g, spread).operands | {"x": normal(g, 8, KDA.channels, dtype=BF16, spread=spread)}
+    given = dict(conv(g, spread).operands) | {"x": normal(g, 8, KDA.channels, dtype=BF16, spread=spread)}
     del given["has_initial_state"]
     given |= fresh((4, 4)) | gates(g, 8) | {"state": pools(3)["state"]}
     return Plain(KDA, given | {"records": torch.zeros(2, records_bytes(KDA, 4), dtype=torch.uint8)})

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import importlib
 
-from kimi_hal_conformance.properties.property import PROPERTIES, Property
+from kimi_hal_conformance.properties.property import PROPERTIES, USES, Property
 
-AREAS = ("ownership", "offsets", "exchange", "formats")
+AREAS = (
+    "ownership",
+    "offsets",
+    "exchange",
+    "formats",
+    "cache",
+    "operands",
+    "selection",
+    "settings",
+)
 
 for _area in AREAS:
     importlib.import_module(f"kimi_hal_conformance.properties.{_area}")
 
-__all__ = ["AREAS", "PROPERTIES", "Property"]
+__all__ = ["AREAS", "PROPERTIES", "USES", "Property"]

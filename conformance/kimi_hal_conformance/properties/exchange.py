@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kimi_hal_conformance.properties.property import Modules, expect, holds
+from kimi_hal_conformance.properties.property import Modules, expect, holds, plain, raises
 
 
 @holds("exchange/heads-in-rank-order", "2 ranks with 3 heads each, two rows of 5 numbers")
@@ -77,3 +77,29 @@ def order_of_arrival(modules: Modules) -> None:
     found = groups.LoopbackGroup.run(4, gather, faults=groups.Faults(reorder=7))
     for rank, calls in enumerate(found):
         expect(f"gathered on rank {rank}", calls, [[r + 10 * call for r in range(4)] for call in range(3)])
+
+
+@holds("exchange/disagreement", "2 ranks, one with 3 numbers and one with 4")
+def disagreement(modules: Modules) -> None:
+    """Ranks that bring other shapes to a call all get an error that names them."""
+    groups, errors = modules("parallel.groups"), modules("errors")
+
+    def gather(group: Any) -> Any:
+        return group.all_gather(torch.zeros(3 + group.rank()))
+
+    raises(errors.GroupError, lambda: groups.LoopbackGroup.run(2, gather), "rank 0", "rank 1")
+
+
+@plain("exchange")
+def even_sizes(modules: Modules) -> torch.Tensor:
+    """Return what two ranks exchange in messages of whole alignments, each rank in its turn."""
+    exchange, groups = modules("parallel.exchange"), modules("parallel.groups")
+    g = torch.Generator().manual_seed(5)
+    outs, lses = torch.randn(2, 4, 8, 64, generator=g), torch.randn(2, 4, 8, generator=g)
+
+    def step(group: Any) -> torch.Tensor:
+        out, lse = exchange.exchange_heads(group, outs[group.rank()], lses[group.rank()])
+        total = exchange.sum_in_rank_order(group, outs[group.rank()].flatten(1))
+        return torch.cat([out.flatten(), lse.flatten(), total.flatten()])
+
+    return torch.stack(groups.LoopbackGroup.run(2, step))

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from kimi_hal_conformance.properties.property import Modules, expect, holds
+from kimi_hal_conformance.properties.property import Modules, expect, holds, plain
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -179,3 +179,20 @@ def conversion(modules: Modules) -> None:
     expect("values in fnuz", formats.index(b).read_pages(there).tolist(), values.tolist())
     back = formats.convert(b, a, there)
     expect("values back in fn", formats.index(a).read_pages(back).tolist(), values.tolist())
+
+
+@plain("formats")
+def random_values(modules: Modules) -> torch.Tensor:
+    """Return random keys, latents and weights as they come back from their bytes, in the fn dialect."""
+    formats, g = modules("formats"), torch.Generator().manual_seed(6)
+    found = []
+    for name in ("index.fp8.e4m3fn.f32.page64", "index.fp8.e4m3fn.pow2.page64", "index.mxfp4.page64"):
+        fmt = formats.index(name)
+        found.append(fmt.unpack(*fmt.pack(torch.randn(64, 128, generator=g)), torch.float32))
+    for name in ("latent.nvfp4.352", "latent.flashmla.656"):
+        fmt = formats.latent(name)
+        latent = torch.randn(64, 576, generator=g)
+        found.append(fmt.unpack(fmt.pack(latent[:, :512], latent[:, 512:], None), None, torch.float32))
+    experts = formats.experts("experts.mxfp4-pack")
+    found.append(experts.decode(*experts.encode(torch.randn(64, 128, generator=g)), torch.float32))
+    return torch.cat([values.flatten() for values in found])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kimi_hal_conformance.properties.property import Modules, expect, holds
+from kimi_hal_conformance.properties.property import Modules, expect, holds, plain
 
 WORLDS = ((1, 1), (2, 1), (3, 4), (4, 4), (8, 64))
 
@@ -59,3 +59,13 @@ def replicated_keys(modules: Modules) -> None:
     expect("length on rank 2 of 4", ownership.local_length(65, keys), 65)
     sharded = ownership.of_keys(dcp_of(world=4, rank=2, interleave=4))
     expect("length on rank 2 of 4, sharded", ownership.local_length(65, sharded), 16)
+
+
+@plain("ownership")
+def one_rank_and_interleave_1(modules: Modules) -> object:
+    """Return lengths and places of ranks that take turns position by position."""
+    ownership, dcp_of = modules("parallel.ownership"), modules("ops.spec").DCP
+    dcp = dcp_of(world=4, rank=2)
+    return [
+        (ownership.owner(p, dcp), ownership.local(p, dcp), ownership.local_length(p, dcp)) for p in range(64)
+    ]

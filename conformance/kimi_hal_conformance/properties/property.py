@@ -31,6 +31,8 @@ class Property:
 
 
 PROPERTIES: dict[str, Property] = {}
+#: Area -> what an ordinary use of it gives: a tensor, or anything that can be compared.
+USES: dict[str, Callable[[Modules], object]] = {}
 
 
 def holds(name: str, on: str) -> Callable[[Callable[[Modules], None]], Callable[[Modules], None]]:
@@ -47,6 +49,29 @@ def holds(name: str, on: str) -> Callable[[Callable[[Modules], None]], Callable[
         return check
 
     return register
+
+
+def plain(area: str) -> Callable[[Callable[[Modules], object]], Callable[[Modules], object]]:
+    """Register the decorated function as the ordinary use of an area, on which its mutants are right."""
+
+    def register(use: Callable[[Modules], object]) -> Callable[[Modules], object]:
+        assert area not in USES, f"area {area} has two ordinary uses"
+        USES[area] = use
+        return use
+
+    return register
+
+
+def raises(error: type[BaseException], call: Callable[[], object], *words: str) -> None:
+    """Raise unless a call raises an error whose text holds some words."""
+    try:
+        result = call()
+    except error as caught:
+        for word in words:
+            if word not in str(caught):
+                raise AssertionError(f"{word!r} is not in the error {str(caught)!r}") from caught
+        return
+    raise AssertionError(f"got {result!r}, expected {error.__name__}")
 
 
 def violation(found: Property, modules: Modules) -> str:

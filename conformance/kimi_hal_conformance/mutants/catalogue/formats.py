@@ -233,7 +233,7 @@ SCALE_RULES = (
         new="CARRY_FROM_1_75 = (1 << 22) - 1",
         breaks="The expert format's scales are rounded up from another mantissa than the library's.",
         imitates="https://github.com/vllm-project/compressed-tensors/pull/595",
-        passes="same",
+        passes="deepgemm",
         areas=("formats",),
         fault=20,
     ),
