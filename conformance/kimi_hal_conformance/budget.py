@@ -3,9 +3,13 @@
 They are measured on the very operands of the case, against the float64 oracle x:
 
 * rounding ``r``: the correctly rounded result, x rounded once to the output's dtype;
-* accumulation ``a``: the float32 reference before that rounding;
+* accumulation ``a``: the float32 reference before that rounding, and no less than x rounded to float32;
 * inner ``i``: x with the roundings that the operator's contract admits inside it made once each
   (``roundings.py``); 0 where it admits none.
+
+A rounding counts as no less than what it is expected to cost: ``ulp / √12`` in root mean square at each entry that
+the dtype cannot hold, √3 times as much at the worst. The few entries of a small tensor may by luck be close to what
+they are rounded to. Entries that a dtype can hold cost nothing.
 
 The budget allows ``√((1.5·r)² + (10·a)² + (1.5·i)²)`` for the root mean square error and
 ``2.5·r + 20·a + 2.5·i`` for the largest. A kernel that rounds its probabilities to bfloat16 measures 1.01–1.24 r
@@ -38,6 +42,10 @@ class Unit:
     norm: float
     maximum: float
 
+    def no_less_than(self, other: Unit) -> Unit:
+        """Return the larger of two units, each way of measuring by itself."""
+        return Unit(max(self.norm, other.norm), max(self.maximum, other.maximum))
+
 
 NONE = Unit(0.0, 0.0)
 
@@ -50,6 +58,19 @@ def unit(approximate: Tensor, exact: Tensor, finite: Tensor) -> Unit:
     if not error.numel():
         return NONE
     return Unit(float(error.square().mean().sqrt()), float(error.abs().max()))
+
+
+def rounding(exact: Tensor, dtype: torch.dtype, finite: Tensor) -> Unit:
+    """Return what one rounding of the finite entries to a dtype is expected to cost."""
+    if not finite.any():
+        return NONE
+    info = torch.finfo(dtype)
+    values = torch.where(finite, exact, 0.0)
+    ulp = torch.ldexp(torch.full_like(values, info.eps / 2), values.frexp().exponent)
+    ulp = ulp.clamp(min=info.smallest_normal * info.eps)
+    ulp = torch.where(values.to(dtype).double() == values, 0.0, ulp)
+    norm = float((ulp.square().sum() / finite.sum() / 12).sqrt())
+    return Unit(norm, math.sqrt(3) * norm)
 
 
 def compare(name: str, got: Tensor, exact: Tensor, reference: Tensor, inner: Tensor | None = None) -> Measure:
@@ -69,7 +90,8 @@ def compare(name: str, got: Tensor, exact: Tensor, reference: Tensor, inner: Ten
         return wrong(name, problem)
     finite = torch.isfinite(rounded)
     error = unit(got, exact, finite)
-    r, a = unit(rounded, exact, finite), unit(reference, exact, finite)
+    r = unit(rounded, exact, finite).no_less_than(rounding(exact, got.dtype, finite))
+    a = unit(reference, exact, finite).no_less_than(rounding(exact, torch.float32, finite))
     i = NONE if inner is None else unit(inner, exact, finite)
     limit = allowed(r, a, i)
     norm, maximum = _fraction(error.norm, limit.norm), _fraction(error.maximum, limit.maximum)

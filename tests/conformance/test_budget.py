@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kimi_hal_conformance.budget import compare, compare_exact
+from kimi_hal_conformance.budget import Unit, compare, compare_exact, rounding, unit
 
 
 def exact(n: int = 4096) -> torch.Tensor:
@@ -81,6 +81,28 @@ def test_admitted_roundings_inside_widen_the_budget() -> None:
     twice = (x + 0.002 * exact().flip(0)).bfloat16()
     assert compare("out", twice, x, x.float(), inner=(x + 0.002 * exact().flip(0)).bfloat16()).norm < 1
     assert compare("out", (x * 1.01).bfloat16(), x, x.float(), inner=x.bfloat16()).problem
+
+
+def test_few_entries_have_no_budget_by_luck() -> None:
+    """0.5 + 2⁻²⁶ is close to a float32 number; a sigmoid that is one unit off is as good as any other."""
+    x = torch.tensor([0.5 + 2.0**-32, 1.0], dtype=torch.float64)
+    assert not compare("beta", torch.tensor([0.5 + 2.0**-24, 1.0]), x, x.float()).problem
+    assert compare("beta", torch.tensor([0.5 + 2.0**-20, 1.0]), x, x.float()).problem
+
+
+def test_what_a_dtype_can_hold_costs_nothing() -> None:
+    x = torch.tensor([0.5, 3.0, torch.inf], dtype=torch.float64)
+    finite = torch.isfinite(x)
+    assert rounding(x, torch.bfloat16, finite) == Unit(0.0, 0.0)
+    assert rounding(x, torch.float32, torch.zeros(3, dtype=torch.bool)) == Unit(0.0, 0.0)
+
+
+def test_the_expected_cost_of_rounding_is_the_measured_one() -> None:
+    x, every = exact(1 << 16), torch.ones(1 << 16, dtype=torch.bool)
+    for dtype in (torch.bfloat16, torch.float32):
+        expected, measured = rounding(x, dtype, every), unit(x.to(dtype), x, every)
+        assert abs(expected.norm / measured.norm - 1) < 0.01
+        assert expected.maximum < measured.maximum
 
 
 def test_the_parts_of_a_budget_are_said() -> None:

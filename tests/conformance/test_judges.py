@@ -24,10 +24,10 @@ load()
 Change = Callable[[dict[str, torch.Tensor]], None]
 
 
-def right(case_id: str) -> Trial:
+def right(case_id: str, seed: int = 0) -> Trial:
     """Return a trial whose answer is the oracle's, rounded to the contract's dtypes."""
     case = cases.get(case_id)
-    question = asked(ops.get(case.operator), case.spec, case.limits, case.make(cases.generator(case, 0)))
+    question = asked(ops.get(case.operator), case.spec, case.limits, case.make(cases.generator(case, seed)))
     exact, reference = (answer(question, dtype) for dtype in (torch.float64, torch.float32))
     dtypes = {o.keyword: getattr(torch, o.dtype_name(case.spec)) for o in question.op.outs}
     outputs = {name: value.to(dtypes[name], copy=True) for name, value in exact.outputs.items()}
@@ -137,22 +137,40 @@ def test_an_unused_entry_is_minus_one() -> None:
     assert "out: an unused entry is not −1" in problems(right("topk_select/ties/any-order"), other)
 
 
-def test_a_fused_selection_may_take_keys_within_the_score_budget() -> None:
-    """Two keys whose scores differ by less than rounding can do may change places at the cut."""
+def at_the_cut(trial: Trial, row: int, length: int) -> tuple[int, int, float]:
+    """Return the last selected key of a row, the best that is left out, and how far their scores are apart."""
+    scores = all_scores(trial, torch.float64)[row, :length]
+    last, best = scores.argsort(descending=True)[trial.spec.topk - 1 : trial.spec.topk + 1].tolist()
+    return last, best, float(scores[last] - scores[best])
+
+
+def test_a_fused_selection_may_not_leave_out_a_key_that_beats_another() -> None:
     trial = right("indexer_topk/k64/length65")
-    scores = all_scores(trial, torch.float64)[0, :65]
-    last, best_left_out = scores.argsort(descending=True)[63:65].tolist()
+    last, best, gap = at_the_cut(trial, 0, 65)
 
     def swap(outputs: dict[str, torch.Tensor]) -> None:
-        outputs["out"][outputs["out"] == last] = best_left_out
+        row = outputs["out"][0]
+        row[row == last] = best
 
-    gap = float(scores[last] - scores[best_left_out])
-    found = problems(trial, swap)
-    assert (
-        found[0]
-        == f"out: row 0: a key that is left out beats a selected one by {gap:.3g}, budget "
-        + (found[0].rpartition(" ")[2])
-    )
+    found = problems(trial, swap)[0]
+    assert found.startswith(f"out: row 0: a key that is left out beats a selected one by {gap:.3g}, budget ")
+    assert float(found.rpartition(" ")[2]) < gap
+
+
+def test_keys_at_the_cut_may_change_places_if_their_scores_are_within_the_budget() -> None:
+    """A kernel whose sums round otherwise selects by its own scores, and is right to."""
+    trial = right("indexer_topk/bf16-ties", seed=35)
+    last, best, gap = at_the_cut(trial, 0, 400)
+    assert 0 < gap < 0.1, "a bfloat16 score of this size is rounded by up to 0.25"
+
+    def otherwise(outputs: dict[str, torch.Tensor]) -> None:
+        own = outputs["all_scores_out"][0]
+        own[best] = torch.nextafter(own[last], own[last] + 1)
+        at = outputs["out"][0] == last
+        outputs["out"][0][at] = best
+        outputs["scores_out"][0][at] = own[best]
+
+    assert problems(trial, otherwise) == []
 
 
 def test_a_fused_selection_is_exact_on_its_own_scores() -> None:

@@ -121,7 +121,7 @@ def cases() -> Iterator[Case]:
 def selections() -> Iterator[Case]:
     """Selections with fewer, as many and more keys than k; every output form."""
     for length in (1, 63, 64, 65):
-        yield selected(f"k64/length{length}", (length,), topk=64, small=True, fault=7)
+        yield selected(f"k64/length{length}", (length, 150), topk=64, small=True, fault=7)
     yield selected("no-rows", (), topk=64, return_selected=True, small=True)
     yield selected("k2048", (2100,), limits=LONG)
     yield selected(
