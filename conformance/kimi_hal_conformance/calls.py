@@ -19,7 +19,7 @@ from kimi_hal.dispatch.plan import Plan, plan
 from kimi_hal.ops import get
 from kimi_hal.ops.operator import Operator, OutputShape, output_shapes, torch_dtype
 from kimi_hal_conformance.case import Checkpoint
-from kimi_hal_conformance.oracle import Answer, Question, buffers
+from kimi_hal_conformance.oracle import OF_COMMIT, Answer, Question, buffers, layers
 from kimi_hal_conformance.poison import Room, same_bits
 
 #: What ``prepare`` takes: of paged operators, of a composite of them, and of operators over sequences.
@@ -251,33 +251,37 @@ def _verify(stage: Stage) -> Called:
     return invoke(stage, found, placed)
 
 
-def _records(stage: Stage, verify: Plan) -> Tensor:
+def _records(stage: Stage, verify: Plan, name: str = "records") -> Tensor:
     rows = stage.question.limits.max_reqs
-    return stage.room.scratch("records", rows * verify.records_bytes).view(rows, verify.records_bytes)
+    return stage.room.scratch(name, rows * verify.records_bytes).view(rows, verify.records_bytes)
 
 
 def _commit(stage: Stage) -> Called:
-    """Call the ``kda_verify`` that belongs to it, then ``kda_commit`` of what was accepted, for one layer."""
+    """Call the ``kda_verify`` of every layer, then ``kda_commit`` of what was accepted in all of them."""
     question, room, subject = stage.question, stage.room, stage.subject
     verify = subject.plan("kda_verify", question)
-    placed = {name: room.operand(name, value) for name, value in question.operands.items()}
-    accepted = placed.pop("accepted")
-    placed["records"] = _records(stage, verify)
-    verify.run(**placed)
+    verified = [_verify_layer(stage, verify, i, own) for i, own in enumerate(layers(question.operands))]
     subject.hooks.synchronize()
     untouched = tuple(room.problems(("records",)))
-    lists = {
-        "conv_states": [placed["conv_state"]],
-        "states": [placed["state"]],
-        "records": [placed["records"]],
-        "A_logs": None if placed["A_log"] is None else [placed["A_log"]],
-        "dt_biases": None if placed["dt_bias"] is None else [placed["dt_bias"]],
-    }
-    for name in ("conv_state", "state"):  # the commit's own to change
-        room.originals.pop(name)
+    for i in range(len(verified)):  # the commit's own to change
+        for name in ("conv_state", "state"):
+            room.originals.pop(f"{name}[{i}]")
+    names = {"conv_states": "conv_state", "states": "state", "records": "records"}
+    lists: dict[str, Any] = {many: [own[one] for own in verified] for many, one in names.items()}
+    for many, one in (("A_logs", "A_log"), ("dt_biases", "dt_bias")):
+        lists[many] = None if verified[0][one] is None else [own[one] for own in verified]
+    rest = {n: room.operand(n, v) for n, v in question.operands.items() if n in OF_COMMIT and n != "more"}
     commit = subject.plan("kda_commit", question, pair=verify)
-    found = invoke(stage, commit, lists | {"state_ids": placed["state_ids"], "accepted": accepted})
+    found = invoke(stage, commit, lists | {"state_ids": verified[0]["state_ids"]} | rest)
     return Called(found.answer, (*(f"kda_verify: {p}" for p in untouched), *found.problems))
+
+
+def _verify_layer(stage: Stage, verify: Plan, number: int, operands: Mapping[str, Any]) -> dict[str, Any]:
+    """Call one layer's ``kda_verify`` and return its operands, records among them."""
+    placed = {name: stage.room.operand(f"{name}[{number}]", value) for name, value in operands.items()}
+    placed["records"] = _records(stage, verify, f"records[{number}]")
+    verify.run(**placed)
+    return placed
 
 
 def _prepare(stage: Stage) -> Called:

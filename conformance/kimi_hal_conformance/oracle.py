@@ -120,17 +120,59 @@ def verified(question: Question, dtype: torch.dtype) -> Answer:
 def committed(question: Question, dtype: torch.dtype) -> Answer:
     """Answer ``kda_commit`` without any record: convolve and run the accepted rows as if they were decoded."""
     spec: Any = question.spec
-    mutated = ("conv_state", "state")
-    operands = {name: _copy(value, name in mutated, dtype) for name, value in question.operands.items()}
-    rows, ends = accepted_rows(operands["cu_seqlens"], operands["accepted"])
-    live = operands["state_ids"].where(operands["accepted"] > 0, -1)
-    common = {"state_ids": live, "cu_seqlens": ends}
-    conv = (operands["x"][rows], operands["weight"], operands["conv_state"])
-    mixed = kda.kda_conv(spec, *conv, **common, dtype=dtype)
+    found: dict[str, Tensor] = {}
+    for i, layer in enumerate(layers(question.operands)):
+        pools = (layer["conv_state"].to(dtype), layer["state"].to(dtype))
+        for name, pool in zip(
+            ("conv_states", "states"), _commit(spec, question.operands, layer, pools), strict=True
+        ):
+            found[f"{name}[{i}]"] = pool
+    return Answer({}, found)
+
+
+#: What a case of ``kda_commit`` holds beside the operands of its first layer's ``kda_verify``: what the commit
+#: takes, and under ``more`` the operands of further layers where they differ from the first one's.
+OF_COMMIT = ("accepted", "out_ids", "checkpoint_ids", "checkpoint_lens", "more")
+
+
+def layers(operands: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the operands of the ``kda_verify`` of each layer."""
+    first = {name: value for name, value in operands.items() if name not in OF_COMMIT}
+    return [first, *(first | dict(own) for own in operands.get("more", ()))]
+
+
+Pools = tuple[Tensor, Tensor]
+
+
+def _commit(spec: Any, operands: Mapping[str, Any], layer: Mapping[str, Any], pools: Pools) -> Pools:
+    """Return conv states and states after a commit."""
+    accepted, slots = operands["accepted"], pools[1].shape[0]
+    ids = layer["state_ids"]
+    live = (accepted > 0) & (ids >= 0) & (ids < slots)
+    counts = operands.get("checkpoint_lens", accepted * 0 - 1)
+    results = [
+        (operands.get("checkpoint_ids", ids * 0 - 1), counts),
+        (operands.get("out_ids", ids), accepted),
+    ]
+    done = tuple(pool.clone() for pool in pools)
+    for targets, rows in results:
+        kept = live & (rows >= 0) & (rows <= accepted) & (targets >= 0) & (targets < slots)
+        after = decoded(spec, layer, rows.where(kept, 0), pools)
+        for pool, advanced in zip(done, after, strict=True):
+            pool[targets[kept].long()] = advanced[ids[kept].long()]
+    return done[0], done[1]
+
+
+def decoded(spec: Any, layer: Mapping[str, Any], counts: Tensor, pools: Pools) -> Pools:
+    """Return copies of conv states and states in which so many rows of each sequence have been decoded."""
+    conv_state, state = (pool.clone() for pool in pools)
+    rows, ends = accepted_rows(layer["cu_seqlens"], counts)
+    common = {"state_ids": layer["state_ids"].where(counts > 0, -1), "cu_seqlens": ends}
+    mixed = kda.kda_conv(spec, layer["x"][rows], layer["weight"], conv_state, **common, dtype=state.dtype)
     q, k, v = mixed.bfloat16().view(rows.numel(), 3, spec.num_heads, spec.head_dim).unbind(1)
-    gate = (operands["raw_g"][rows], operands["raw_beta"][rows], operands["A_log"], operands["dt_bias"])
-    kda.kda_prefill(spec, q, k, v, *gate, operands["state"], **common, dtype=dtype)
-    return Answer({}, {"conv_states[0]": operands["conv_state"], "states[0]": operands["state"]})
+    gate = (layer["raw_g"][rows], layer["raw_beta"][rows], layer["A_log"], layer["dt_bias"])
+    kda.kda_prefill(spec, q, k, v, *gate, state, **common, dtype=state.dtype)
+    return conv_state, state
 
 
 def accepted_rows(cu_seqlens: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:

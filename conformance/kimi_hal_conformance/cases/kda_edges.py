@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from kimi_hal.ops.kda import KDASpec
 from kimi_hal.ops.spec import Limits
 from kimi_hal_conformance.case import Case, Make, Operands, add
-from kimi_hal_conformance.cases.kda import decode_operands, gate_parameters, prefill_operands
-from kimi_hal_conformance.draws import normal
+from kimi_hal_conformance.cases.kda import commit_operands, decode_operands, gate_parameters, prefill_operands
+from kimi_hal_conformance.draws import ints, normal
 
 LIMITS = Limits(max_rows=256, max_reqs=16, rows_per_req=8, uniform=False)
 BF16 = torch.bfloat16
@@ -44,6 +44,28 @@ def small_rows(make: Make) -> Make:
     return wrapped
 
 
+def elsewhere(spec: KDASpec, accepted: Sequence[int], lens: Sequence[int] = ()) -> Make:
+    """Return a commit whose results go to other slots, the last one's nowhere.
+
+    Checkpoints go to other slots too, and that of the sequence without a result into its own.
+    """
+    make = commit_operands(spec, (4, 8, 3), accepted, LIMITS)
+
+    def wrapped(g: torch.Generator) -> Operands:
+        operands = dict(make(g))
+        operands["out_ids"] = ints([8, 2, -1])
+        if lens:
+            operands["checkpoint_ids"] = torch.cat([ints([6, 5]), operands["state_ids"][2:]])
+            operands["checkpoint_lens"] = ints(lens)
+        if spec.num_layers > 1:
+            names = ("x", "weight", "raw_g", "raw_beta", "A_log", "dt_bias", "conv_state", "state")
+            further = [make(g) for _ in range(spec.num_layers - 1)]
+            operands["more"] = [{name: own[name] for name in names} for own in further]
+        return operands
+
+    return wrapped
+
+
 def cases() -> Iterator[Case]:
     """Both gates, rows of small norm, sequences whose last chunk is not full."""
     for label, bound in (("bounded", -5.0), ("unbounded", None)):
@@ -55,6 +77,16 @@ def cases() -> Iterator[Case]:
     decode, prefill = decode_operands(spec, 6), prefill_operands(spec, (4, 0, 5))
     yield Case("kda_decode/edges/small-norm", "kda_decode", spec, LIMITS, small_rows(decode), small=True)
     yield Case("kda_prefill/edges/small-norm", "kda_prefill", spec, LIMITS, small_rows(prefill), small=True)
+    plain, kept = KDASpec(num_heads=2, head_dim=16), KDASpec(num_heads=2, head_dim=16, checkpoints=True)
+    layered = KDASpec(num_heads=2, head_dim=16, checkpoints=True, num_layers=2)
+    commits = {
+        "to-other-slots": (plain, elsewhere(plain, (2, 8, 2))),
+        "checkpoints": (kept, elsewhere(kept, (2, 8, 3), (1, 8, 2))),
+        "two-layers": (layered, elsewhere(layered, (3, 0, 3), (0, 0, 3))),
+    }
+    for label, (commit, make) in commits.items():
+        name = f"kda_commit/edges/{label}"
+        yield Case(name, "kda_commit", commit, LIMITS, make, small=True, fault=10)
     chunks = prefill_operands(spec, (66, 1, 64, 2))
     yield Case("kda_prefill/edges/around-a-chunk", "kda_prefill", spec, LIMITS, chunks, fault=9)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ from kimi_hal_conformance.cases.moe import checkpoint
 from kimi_hal_conformance.draws import ints, normal
 
 LIMITS = Limits(max_rows=128, max_reqs=128)
-BASE = {"num_experts": 8, "num_local": 8, "topk": 3, "hidden": 64, "intermediate": 96}
+BASE: dict[str, Any] = {"num_experts": 8, "num_local": 8, "topk": 3, "hidden": 64, "intermediate": 96}
 BF16 = torch.bfloat16
 
 
@@ -111,7 +112,7 @@ def cases() -> Iterator[Case]:
     )
     ep_map = MoESpec(**BASE | {"num_local": 3, "has_expert_map": True})
     plain = MoESpec(**BASE)
-    edges = {
+    edges: dict[str, tuple[MoESpec, Make, int]] = {
         "minus-one-and-a-map": (ep_map, mapped(ep_map), 18),
         "crowded-expert": (plain, crowded(plain, 40), 17),
         "large-activations": (plain, crowded(plain, 5, spread=12.0), 0),

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.option("--only", multiple=True, metavar="ID", help="This mutant alone; may be repeated.")
+@click.option("--list", "listed", is_flag=True, help="Print the mutants, and run nothing.")
 @click.option("--quick", is_flag=True, help="The quick profile's cases alone.")
 @click.option(
     "--every", is_flag=True, help="Run all tests over each mutant, not only up to the first that kills it."
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 def prove(
     ctx: click.Context,
     only: tuple[str, ...],
+    listed: bool,
     quick: bool,
     every: bool,
     seed: int,
@@ -40,7 +42,15 @@ def prove(
     Exit status: 0, all were; 1, one survived; 2, what was asked for does not exist.
     """
     from kimi_hal_conformance import prove as proving
+    from kimi_hal_conformance.mutants import catalogue
 
+    if listed:
+        for found in catalogue.load().values():
+            click.echo(f"{found.id}: {found.breaks} ({found.imitates})")
+        return
+    if json_path and not json_path.absolute().parent.is_dir():  # not after minutes of running
+        click.echo(f"Error: cannot write {json_path}: there is no folder {json_path.parent}", err=True)
+        ctx.exit(2)
     console = Console()
     done = 0
 

@@ -72,6 +72,6 @@ def get(mutant_id: str) -> Mutant:
     if mutant_id not in MUTANTS:
         hint = nearest(mutant_id, MUTANTS) or "."
         raise UnknownNameError(
-            f"unknown mutant {mutant_id!r}{hint} `kimi-hal conformance mutants` prints all"
+            f"unknown mutant {mutant_id!r}{hint} `kimi-hal conformance prove --list` prints all"
         )
     return MUTANTS[mutant_id]
