@@ -133,7 +133,7 @@ class CapturedMerge:
         needed = again[rows, None]
         resent = protocols.full(self.spec, ordinals[rows], torch.where(needed, local[rows], -1), group)
         won[rows] = torch.where(needed, resent, won[rows])
-        again[rows] = False
+        again.index_fill_(0, rows, False)
         return self._without(again, won)
 
     def _scores_only(self, ordinals: Tensor, local: Tensor, group: Group) -> Tensor:

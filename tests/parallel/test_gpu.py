@@ -29,7 +29,12 @@ class Rank:
     def __init__(self, group: Group, protocol: str, capacity: Capacity) -> None:
         self.dcp = DCP(world=WORLD, rank=group.rank())
         spec = TopKMergeSpec(
-            dcp=self.dcp, topk=TOPK, score="bfloat16", protocol=protocol, return_global=False
+            dcp=self.dcp,
+            topk=TOPK,
+            score="bfloat16",
+            protocol=protocol,
+            return_global=False,
+            quota=TOPK // WORLD if protocol == "compact" else None,  # so small that many rows are sent again
         )
         limits = Limits(max_rows=ROWS, max_reqs=ROWS)
         self.merge = CapturedMerge(spec, group, limits, device="cuda", capacity=capacity)
