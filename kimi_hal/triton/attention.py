@@ -15,13 +15,13 @@ from kimi_hal.triton.latent_rows import (
     QUARTER,
     SHARED,
     float_at,
+    fp8_numbers,
     from_tile,
     locate,
     quarter,
     shared_part,
     to_tile,
 )
-from kimi_hal.triton.minifloat import decode_fp8
 
 INFINITY = tl.constexpr(float("inf"))
 #: What probabilities are multiplied by where keys are left small: 2048 of them stay within float32.
@@ -33,7 +33,7 @@ def query(at, inside, OFFSET: tl.constexpr, COUNT: tl.constexpr, ELEMENT: tl.con
     """Return ``[heads, COUNT]`` float32 query numbers from ``OFFSET`` on; 0 for a head that is not inside."""
     x = tl.load(at[:, None] + OFFSET + tl.arange(0, COUNT)[None, :], mask=inside[:, None], other=0)
     if ELEMENT != "bfloat16":
-        x = decode_fp8(x, ELEMENT, False)
+        x = fp8_numbers(x, ELEMENT)
     return x.to(tl.float32)
 
 

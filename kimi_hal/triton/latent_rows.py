@@ -16,8 +16,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kimi_hal.triton.minifloat import decode_fp8
-
 #: Numbers of a quarter of the latent: one tile, and one scale of FlashMLA's record.
 QUARTER = tl.constexpr(128)
 #: Numbers of the shared key part.
@@ -67,13 +65,6 @@ def words(at, live, OFFSET: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def wide(at, live, OFFSET: tl.constexpr, COUNT: tl.constexpr):
-    """Return ``[rows, COUNT]`` bfloat16 numbers from byte ``OFFSET`` of the rows on."""
-    first = (at + OFFSET).to(tl.pointer_type(tl.bfloat16))
-    return tl.load(first[:, None] + tl.arange(0, COUNT)[None, :], mask=live[:, None], other=0.0)
-
-
-@triton.jit
 def float_at(at, live, OFFSET: tl.constexpr):
     """Return the float32 at byte ``OFFSET`` of each row."""
     return tl.load((at + OFFSET).to(tl.pointer_type(tl.float32)), mask=live, other=0.0)
@@ -106,6 +97,18 @@ def fp8_nan(word, ELEMENT: tl.constexpr):
 
 
 @triton.jit
+def fp8_numbers(code, ELEMENT: tl.constexpr):
+    """Return the float32 of uint8 FP8 codes."""
+    word = code.to(tl.int32)
+    small = (((word & 0x80) << 24) | ((word & 0x7F) << 20)).to(tl.float32, bitcast=True)
+    if ELEMENT == "e4m3fnuz":
+        value = tl.where(word == 0x80, float("nan"), small * 2.0**119)
+    else:
+        value = tl.where((word & 0x7F) == 0x7F, float("nan"), small * 2.0**120)
+    return value
+
+
+@triton.jit
 def fp8_tile(word, ELEMENT: tl.constexpr, RAISED: tl.constexpr, ROWS: tl.constexpr, COUNT: tl.constexpr):
     """Return ``[ROWS, COUNT]`` bfloat16 of words of four FP8 numbers; GROUP is 2."""
     even = ((word << 8) & SIGNS) | ((word << 4) & 0x07F007F0)
@@ -131,26 +134,34 @@ def nvfp4_tile(word, factor, RAISED: tl.constexpr, ROWS: tl.constexpr, COUNT: tl
     else:  # to 2^-120, as the key part is
         factor = factor * 2.0**6
     a, b, c, d = scaled(a, factor), scaled(b, factor), scaled(c, factor), scaled(d, factor)
-    return numbers(tl.join(tl.join(a, c), tl.join(b, d)), ROWS, COUNT)
+    pairs = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (ROWS, COUNT // 2))
+    return numbers(pairs, ROWS, COUNT)
 
 
 @triton.jit
-def nvfp4_scales(at, live, PART: tl.constexpr, COUNT: tl.constexpr):
-    """Return float32 scales ``[rows, COUNT]`` for the words of quarter ``PART``, two words a scale."""
-    group = PART * 8 + tl.arange(0, COUNT) // 2
-    byte = 320 + 8 * (group & 3) + (group >> 2)
-    code = tl.load(at[:, None] + byte[None, :], mask=live[:, None], other=0)
-    return decode_fp8(code, "e4m3fn", False).to(tl.float32)
+def nvfp4_scales(at, live, PART: tl.constexpr):
+    """Return the float32 scales ``[rows, 16]`` of the 16 words of quarter ``PART``: two words share one.
+
+    Scale ``s`` stands at byte ``320 + 8 (s & 3) + (s >> 2)``: each of four lanes has two of a quarter's eight
+    beside each other. A lane's word is read for a row, and words choose theirs, so that no byte is read apart.
+    """
+    lanes = (at + 320).to(tl.pointer_type(tl.int32)) + PART // 2
+    word = tl.arange(0, 16)[None, :]
+    lane = (word >> 1) & 3
+    low = tl.where(lane == 0, tl.load(lanes, live, 0)[:, None], tl.load(lanes + 2, live, 0)[:, None])
+    high = tl.where(lane == 2, tl.load(lanes + 4, live, 0)[:, None], tl.load(lanes + 6, live, 0)[:, None])
+    code = tl.where(lane < 2, low, high) >> (8 * (PART % 2 * 2 + (word >> 3)))
+    return fp8_numbers(code & 0xFF, "e4m3fn")
 
 
 @triton.jit
 def quarter(at, live, PART: tl.constexpr, FORMAT: tl.constexpr, RAISED: tl.constexpr, ROWS: tl.constexpr):
     """Return quarter ``PART`` of the rows' latents, ``[ROWS, 128]`` bfloat16, in the tile's order."""
     if FORMAT == "bf16":
-        tile = wide(at, live, PART * 256, QUARTER)
+        tile = numbers(words(at, live, PART * 256, 64), ROWS, QUARTER)
     elif FORMAT == "nvfp4":
         word = words(at, live, PART * 64, 16)
-        tile = nvfp4_tile(word, nvfp4_scales(at, live, PART, 16), RAISED, ROWS, QUARTER)
+        tile = nvfp4_tile(word, nvfp4_scales(at, live, PART), RAISED, ROWS, QUARTER)
     elif FORMAT == "flashmla":
         tile = fp8_tile(words(at, live, PART * 128, 32), "e4m3fn", RAISED, ROWS, QUARTER)
     else:
@@ -162,9 +173,9 @@ def quarter(at, live, PART: tl.constexpr, FORMAT: tl.constexpr, RAISED: tl.const
 def shared_part(at, live, FORMAT: tl.constexpr, RAISED: tl.constexpr, ROWS: tl.constexpr):
     """Return the rows' shared key part, ``[ROWS, 64]`` bfloat16, in the tile's order."""
     if FORMAT == "bf16":
-        tile = wide(at, live, 1024, SHARED)
+        tile = numbers(words(at, live, 1024, 32), ROWS, SHARED)
     elif FORMAT == "flashmla":
-        tile = wide(at, live, 528, SHARED)
+        tile = numbers(words(at, live, 528, 32), ROWS, SHARED)
     elif FORMAT == "nvfp4":
         tile = fp8_tile(words(at, live, 256, 16), "e4m3fn", RAISED, ROWS, SHARED)
     else:
