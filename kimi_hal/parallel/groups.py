@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -152,7 +153,8 @@ class TorchGroup(Group):
 
     Args:
         process_group: the engine's group; ``None`` is the default group.
-        timeout: seconds that a call may take.
+        timeout: seconds that a call may take. Where ``verify`` is off and the message is on an accelerator the
+            host does not wait, since a graph may be recording: then the process group's own timeout counts.
         verify: send shape and dtype ahead of every message, so that a difference is an error on all ranks
             and not a hang. It reads the device: switch it off where calls are captured into a graph.
         device: where control messages are made; ``None``: the CPU if the group's backend serves it, else
@@ -199,16 +201,15 @@ class TorchGroup(Group):
         self._meet("all_to_all", x)
         sent = _to_bytes(x)
         got = torch.empty_like(sent)
-        self._wait(
-            "all_to_all", lambda: self._dist.all_to_all_single(got, sent, group=self._pg, async_op=True)
-        )
+        start = partial(self._dist.all_to_all_single, got, sent, group=self._pg, async_op=True)
+        self._wait("all_to_all", start, sent.device)
         self.bytes_sent += x.nbytes - x.nbytes // self.size()
         return _from_bytes(got, tuple(x.shape), x.dtype)
 
     def barrier(self) -> None:
         """Wait for every rank."""
         self._calls += 1
-        self._wait("barrier", lambda: self._dist.barrier(group=self._pg, async_op=True))
+        self._wait("barrier", partial(self._dist.barrier, group=self._pg, async_op=True), self.device)
 
     def _control_device(self) -> torch.device:
         if "cpu:" in str(self._dist.get_backend_config(self._pg)):  # "cpu:gloo,cuda:nccl"
@@ -229,14 +230,15 @@ class TorchGroup(Group):
 
     def _gather_bytes(self, call: str, data: Tensor) -> Tensor:
         out = data.new_empty((self.size(), *data.shape))
-        self._wait(
-            call, lambda: self._dist.all_gather_into_tensor(out.view(-1), data, group=self._pg, async_op=True)
-        )
+        gather = self._dist.all_gather_into_tensor
+        self._wait(call, partial(gather, out.view(-1), data, group=self._pg, async_op=True), data.device)
         return out
 
-    def _wait(self, call: str, start: Callable[[], Any]) -> None:
+    def _wait(self, call: str, start: Callable[[], Any], device: torch.device) -> None:
+        # With a timeout the host waits for the device, which a recording graph forbids.
+        limit = (timedelta(seconds=self._timeout),) if self._verify or device.type == "cpu" else ()
         try:
-            start().wait(timedelta(seconds=self._timeout))
+            start().wait(*limit)
         except RuntimeError as error:
             first = str(error).partition("\n")[0]
             raise GroupError(
