@@ -126,7 +126,8 @@ def _parts(sequence: int, length: int, stops: Stops, multiple: int | None) -> It
         left = [stop for stop in left if stop[0] != offset]
         yield Part(sequence, turn, start, offset, native, tuple(together))
         start, turn, native = offset, turn + 1, (-1, -1)
-    yield Part(sequence, turn, start, length, native, ())
+    if start < length or not turn:
+        yield Part(sequence, turn, start, length, native, ())
 
 
 def _round(

@@ -279,6 +279,7 @@ def test_a_plan_that_stores_at_multiples_is_cut_elsewhere_alone(monkeypatch: pyt
     assert calls({0: [(8, 4)], 1: [(4, 5)]}) == 1  # one each, at multiples
     assert calls({0: [(8, 4), (16, 5)]}) == 2  # two of one sequence
     assert calls({0: [(7, 4)]}) == 2
+    assert calls({0: [(39, 4), (40, 5)]}) == 2  # nothing is left to run behind the end
     assert calls({0: [(7, 4), (11, 5)], 1: [(4, 6)]}) == 2  # 11 is 4 after the cut at 7
 
 
