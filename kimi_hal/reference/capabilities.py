@@ -47,7 +47,7 @@ def implementation(op: Operator) -> Implementation:
         capabilities=tuple(Capability(("*",), c, properties=properties) for c in coverage(op.spec_type)),
         weights="kimi_hal.reference.weights:weights" if op.takes_weights else None,
         size="kimi_hal.reference.sizes:sizes",
-        source=("kimi_hal/reference/*.py", "kimi_hal/ops/*.py", "kimi_hal/formats/*.py"),
+        source=tuple(f"kimi_hal/{part}/*.py" for part in ("reference", "ops", "formats", "parallel")),
         records=RECORDS if op.name in ("kda_verify", "kda_commit") else None,
         weights_format=FORMAT if op.name in ("prepare_moe_weights", "moe_experts") else None,
         execution=("native", "portable", "interpreted"),

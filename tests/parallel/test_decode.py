@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kimi_hal.dispatch import composed
 from kimi_hal.dispatch.plan import plan
-from kimi_hal.errors import GroupError
+from kimi_hal.errors import GroupError, PlanError
 from kimi_hal.ops.composites import part_specs
 from kimi_hal.ops.spec import DCP, Limits
 from kimi_hal.parallel import decode as module
@@ -248,6 +248,21 @@ def test_an_interleave_that_differs_between_ranks_is_an_error_on_every_rank() ->
     assert texts[0] == texts[1]
     assert '"interleave": 1' in texts[0]
     assert '"interleave": 4' in texts[0]
+
+
+def test_a_world_that_one_rank_has_wrong_ends_planning_on_both() -> None:
+    case = DSACase()
+
+    def rank(group: Group) -> tuple[str, str]:
+        spec = case.spec(DCP(world=2 + 2 * group.rank(), rank=group.rank()))
+        with pytest.raises((PlanError, GroupError)) as caught:
+            plan("dsa_decode", spec, LIMITS, device="cpu", group=group)
+        return type(caught.value).__name__, str(caught.value)
+
+    (_, told), (kind, own) = LoopbackGroup.run(2, rank)
+    assert (kind, own) == ("PlanError", "dsa_decode: dcp says rank 1 of 4, the group is rank 1 of 2")
+    assert told.startswith("ranks do not agree: rank 0 'reference.torch for dsa_decode, source ")
+    assert told.endswith(f"rank 1 'no plan for dsa_decode: PlanError: {own}'")
 
 
 def test_operands_of_another_type_on_one_rank_are_an_error_on_every_rank() -> None:
