@@ -17,15 +17,11 @@ from torch import Tensor
 from kimi_hal.dispatch.hookspecs import DeviceHooks
 from kimi_hal.dispatch.plan import Plan, plan
 from kimi_hal.ops import get
-from kimi_hal.ops.operator import Operator, OutputShape, output_shapes, torch_dtype
+from kimi_hal.ops.operator import OutputShape, output_shapes, torch_dtype
 from kimi_hal_conformance.case import Checkpoint
 from kimi_hal_conformance.oracle import OF_COMMIT, Answer, Question, buffers, layers
 from kimi_hal_conformance.poison import Room, same_bits
-
-#: What ``prepare`` takes: of paged operators, of a composite of them, and of operators over sequences.
-PAGED = ("row_req", "row_len", "block_table")
-OF_COMPOSITES = ("row_req", "row_len", "latent_table", "index_table")
-OF_SEQUENCES = ("cu_seqlens", "state_ids")
+from kimi_hal_conformance.step import metadata
 
 
 class FormError(Exception):
@@ -133,18 +129,12 @@ def _scratch(stage: Stage, found: Plan, placed: Mapping[str, Any]) -> dict[str, 
         name: stage.room.scratch(name, size) for name, size in sizes.items() if size and name in parameters
     }
     if "step" in made:
-        found.prepare(**_metadata(stage, found.operator, placed), step=made["step"])
+        known = {
+            n: placed[n] if n in placed else stage.room.operand(n, v)
+            for n, v in metadata(stage.question).items()
+        }
+        found.prepare(**known, step=made["step"])
     return made
-
-
-def _metadata(stage: Stage, op: Operator, placed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the step is made from: operands, and what the case knows of the step beside them."""
-    names = OF_SEQUENCES if op.family == "kda" else OF_COMPOSITES if op.composite else PAGED
-    beside = {
-        n: stage.room.operand(f"step {n}", v) for n, v in stage.question.step.items() if n not in placed
-    }
-    known = {**beside, **placed}
-    return {name: known[name] for name in names if name in known}
 
 
 def _several(results: Any, names: Sequence[str]) -> tuple[Any, ...]:

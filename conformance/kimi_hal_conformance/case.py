@@ -12,10 +12,9 @@ import torch
 from kimi_hal.errors import UnknownNameError, nearest
 from kimi_hal.ops.spec import Limits, Spec
 
-#: Operand name -> tensor, list of tensors, or scalar; under ``STEP`` what only ``plan.prepare`` takes.
+#: Operand name -> tensor, list of tensors, or scalar.
 Operands = Mapping[str, Any]
 Make = Callable[[torch.Generator], Operands]
-STEP = "step"
 
 
 class Checkpoint(dict[str, Any]):

@@ -12,11 +12,10 @@ import torch
 
 from kimi_hal import ops
 from kimi_hal.errors import SelectionError
-from kimi_hal.ops.operator import Operator
-from kimi_hal.ops.spec import DCP, Limits, Record, Spec
+from kimi_hal.ops.spec import DCP, Record
 from kimi_hal.parallel.groups import LoopbackGroup
 from kimi_hal_conformance.calls import Called, Subject, call
-from kimi_hal_conformance.case import STEP, Case, Operands, generator
+from kimi_hal_conformance.case import Case, generator
 from kimi_hal_conformance.judges import judge
 from kimi_hal_conformance.oracle import Question, answer
 from kimi_hal_conformance.roundings import inner
@@ -86,21 +85,15 @@ def try_case(case: Case, subject: Subject, seed: int) -> tuple[list[str], list[M
     operands = case.make(generator(case, seed))
     op = ops.get(case.operator)
     if not case.ranks:
-        question = asked(op, case.spec, case.limits, operands)
+        question = Question(op, case.spec, case.limits, operands)
         return judged(question, called(question, subject))
     specs = case.rank_specs or [at_rank(case.spec, rank) for rank in range(case.ranks)]
     given = operands["ranks"]
-    questions = [asked(op, spec, case.limits, own) for spec, own in zip(specs, given, strict=True)]
+    questions = [Question(op, spec, case.limits, own) for spec, own in zip(specs, given, strict=True)]
     calls = _on_ranks(questions, lambda q: called(q, subject))
     found = _on_ranks(questions, lambda q: judged(q, calls[q.group.rank()]))
     problems = [f"rank {rank}: {p}" for rank, (problems, _) in enumerate(found) for p in problems]
     return problems, [measure for _, measures in found for measure in measures]
-
-
-def asked(op: Operator, spec: Spec, limits: Limits, operands: Operands) -> Question:
-    """Return a case's operands as a question, what only ``plan.prepare`` takes apart from the others."""
-    given = {name: value for name, value in operands.items() if name != STEP}
-    return Question(op, spec, limits, given, step=operands.get(STEP, {}))
 
 
 def _on_ranks(questions: Sequence[Question], fn: Any) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,7 +38,6 @@ class Question:
         limits: the sizes that it is planned for.
         operands: by name.
         group: the ranks, or ``None``.
-        step: what an engine knows of the step beside these operands, for ``plan.prepare``.
     """
 
     op: Operator
@@ -46,7 +45,6 @@ class Question:
     limits: Limits
     operands: Mapping[str, Any]
     group: Any = None
-    step: Mapping[str, Any] = field(default_factory=dict)
 
     def use(self) -> Question:
         """Return the call of ``moe_experts`` that tells whether prepared weights are right.

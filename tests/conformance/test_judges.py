@@ -12,9 +12,8 @@ import torch
 from kimi_hal import ops
 from kimi_hal_conformance import case as cases
 from kimi_hal_conformance.cases import load
-from kimi_hal_conformance.execute import asked
 from kimi_hal_conformance.judges import judge
-from kimi_hal_conformance.oracle import Answer, answer
+from kimi_hal_conformance.oracle import Answer, Question, answer
 from kimi_hal_conformance.roundings import inner
 from kimi_hal_conformance.selections import all_scores
 from kimi_hal_conformance.trial import Trial
@@ -27,7 +26,9 @@ Change = Callable[[dict[str, torch.Tensor]], None]
 def right(case_id: str, seed: int = 0) -> Trial:
     """Return a trial whose answer is the oracle's, rounded to the contract's dtypes."""
     case = cases.get(case_id)
-    question = asked(ops.get(case.operator), case.spec, case.limits, case.make(cases.generator(case, seed)))
+    question = Question(
+        ops.get(case.operator), case.spec, case.limits, case.make(cases.generator(case, seed))
+    )
     exact, reference = (answer(question, dtype) for dtype in (torch.float64, torch.float32))
     dtypes = {o.keyword: getattr(torch, o.dtype_name(case.spec)) for o in question.op.outs}
     outputs = {name: value.to(dtypes[name], copy=True) for name, value in exact.outputs.items()}
@@ -307,7 +308,7 @@ def test_a_state_that_another_slot_should_have_kept_is_refused() -> None:
 
 def test_records_are_nobodys_to_compare() -> None:
     case = cases.get("kda_verify/odd/drafts")
-    question = asked(ops.get("kda_verify"), case.spec, case.limits, case.make(cases.generator(case, 0)))
+    question = Question(ops.get("kda_verify"), case.spec, case.limits, case.make(cases.generator(case, 0)))
     exact, reference = (answer(question, dtype) for dtype in (torch.float64, torch.float32))
     got = Answer({"out": exact.outputs["out"].bfloat16()}, {"records": torch.zeros(3, dtype=torch.uint8)})
     measures = list(judge("kda_verify")(Trial(question, got, exact, reference)))

@@ -11,7 +11,7 @@ from torch import Tensor
 from kimi_hal import formats
 from kimi_hal.ops.sparse_mla import MergeSpec, SparseMLASpec, StoreLatentSpec
 from kimi_hal.ops.spec import DCP, Limits
-from kimi_hal_conformance.case import STEP, Case, Make, Operands, add
+from kimi_hal_conformance.case import Case, Make, Operands, add
 from kimi_hal_conformance.draws import (
     block_tables,
     ints,
@@ -97,11 +97,9 @@ def attention_operands(spec: SparseMLASpec, rows: int, keys: int, context: int, 
             operands["k_scale"] = scale
         if spec.has_index_len:
             operands["index_len"] = ints([(keys * (i + 1)) // max(rows, 1) for i in range(rows)])
-        positional = {"block_table": table, "row_req": owner}
         if spec.index_space != "slot":
-            operands |= positional
-        bounds = ints([lengths[r] for r in owner.tolist()])
-        return operands | {STEP: {**positional, "row_len": bounds}}
+            operands |= {"block_table": table, "row_req": owner}
+        return operands
 
     return make
 
