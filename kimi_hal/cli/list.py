@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -15,6 +16,7 @@ from kimi_hal.ops.operator import get
 from kimi_hal.settings import Settings
 
 MARKS = {"native": "●", "portable": "◐", "interpreted": "○", "compile_only": "·"}
+LEGEND = "● native  ◐ portable, anywhere  ○ interpreted, on the CPU  · compiled only"
 
 
 @click.command(name="list")
@@ -35,21 +37,34 @@ def command(operator: str | None, as_json: bool) -> None:
 def matrix(registry: Registry, operators: list[str]) -> dict[str, Any]:
     """Return the matrix as JSON-ready data: operator -> backend -> implementations."""
     rows = {
-        name: {
-            backend: [describe(i) for i in available(loaded, name)]
-            for backend, loaded in sorted(registry.backends.items())
-        }
+        name: {loaded.name: [describe(i) for i in available(loaded, name)] for loaded in columns(registry)}
         for name in operators
     }
     failures = {name: failure.message for name, failure in sorted(registry.failures.items())}
     return {"operators": rows, "failures": failures}
 
 
+def columns(registry: Registry) -> list[Loaded]:
+    """Return the backends as the matrix shows them: the reference, then the plugins by name."""
+    return sorted(registry.backends.values(), key=lambda loaded: (loaded.name != "reference", loaded.name))
+
+
 def available(loaded: Loaded, operator: str) -> list[Implementation]:
-    """Return a backend's implementations; a composition only where it has the parts that one rank needs."""
+    """Return a backend's implementations; a composition only as far as the parts that one rank needs run."""
     needed = [part for part in get(operator).parts if not get(part).grouped]
-    lacking = not all(loaded.of(part) for part in needed)
-    return [i for i in candidates(loaded, operator) if not (i.name == COMPOSED and lacking)]
+    found = []
+    for item in candidates(loaded, operator):
+        ways = item.execution
+        if item.name == COMPOSED:
+            ways = tuple(way for way in ways if all(runs(loaded, part, way) for part in needed))
+        if ways:
+            found.append(dataclasses.replace(item, execution=ways))
+    return found
+
+
+def runs(loaded: Loaded, operator: str, execution: str) -> bool:
+    """Tell whether a backend has an implementation of an operator that runs in this way."""
+    return any(execution in implementation.execution for implementation in loaded.of(operator))
 
 
 def describe(implementation: Implementation) -> dict[str, Any]:
@@ -76,19 +91,19 @@ def covered(capability: Capability) -> dict[str, Any]:
 
 def print_matrix(registry: Registry, operators: list[str]) -> None:
     """Print operators by backends; a cell names implementations with the ways in which they run."""
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
-    backends = [registry.backends[name] for name in sorted(registry.backends)]
-    table = Table()
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("operator", no_wrap=True)
-    for loaded in backends:
-        table.add_column(loaded.name)
+    for loaded in columns(registry):
+        table.add_column(loaded.name, overflow="fold")
     for name in operators:
-        table.add_row(name, *(cell(loaded, name) for loaded in backends))
+        table.add_row(name, *(cell(loaded, name) for loaded in columns(registry)))
     console = Console()
     console.print(table)
-    console.print("  ".join(f"{mark} {word}" for word, mark in MARKS.items()), highlight=False)
+    console.print(LEGEND, highlight=False)
     for name, failure in sorted(registry.failures.items()):
         console.print(f"plugin {name}: {failure.message}", style="red", markup=False)
 
@@ -102,7 +117,7 @@ def cell(loaded: Loaded, operator: str) -> str:
 def print_details(registry: Registry, operator: str) -> None:
     """Print the capabilities of every implementation of one operator."""
     for backend in sorted(registry.backends):
-        for implementation in candidates(registry.backends[backend], operator):
+        for implementation in available(registry.backends[backend], operator):
             click.echo(f"{backend}.{implementation.name}: {', '.join(implementation.execution)}")
             for capability in implementation.capabilities:
                 click.echo(f"  on {', '.join(capability.arch)}")

@@ -73,6 +73,25 @@ def test_list_shows_every_operator_and_backend() -> None:
         assert backends["reference"], "the reference computes every operator"
 
 
+@pytest.mark.parametrize("columns", [80, 110])
+def test_the_matrix_fits_a_terminal_and_cuts_no_name(columns: int) -> None:
+    lines = kimi_hal("list", COLUMNS=str(columns)).stdout.splitlines()
+    assert max(map(len, lines)) <= columns
+    assert not any("…" in line for line in lines)
+    assert lines[1].split()[:2] == ["operator", "reference"]
+
+
+def test_a_composition_runs_no_further_than_its_parts() -> None:
+    from kimi_hal.ops.operator import get
+
+    operators = json.loads(kimi_hal("list", "--json").stdout)["operators"]
+    for backend, found in operators["dsa_decode"].items():
+        for composed in (i for i in found if i["name"] == "composed"):
+            for part in (p for p in get("dsa_decode").parts if not get(p).grouped):
+                ways = {way for i in operators[part][backend] for way in i["execution"]}
+                assert set(composed["execution"]) <= ways, (backend, part)
+
+
 def test_list_of_one_operator_shows_what_is_covered() -> None:
     out = kimi_hal("list", "merge_attn_states").stdout
     assert "reference.torch" in out
