@@ -53,6 +53,7 @@ def command(json_path: Path | None, **options: Any) -> None:
     rows = list(with_progress(step, console))
     console.print(rows_table(rows, step.title))
     if options["picks"]:
+        console.print()
         console.print(picks_table(step.attention, step.inputs, options["picks"]))
     if json_path:
         write_json(rows, step, json_path)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
@@ -16,19 +18,41 @@ from kimi_hal.reference.backend import function
 from kimi_hal.step.attention import AttentionStep
 from kimi_hal.step.measure import Row
 
+#: What the columns of the rows' table are.
+COLUMNS = (
+    "time: of one call, by itself. bytes: what the operator must read and write at least. error: against float64, "
+    "relative; exact or not where results are discrete."
+)
+#: What is said of a step that the reference ran.
+PLAIN = " The reference is written to be read: its times say nothing of an accelerator."
+
 
 def rows_table(rows: list[Row], title: str) -> Table:
-    """Return one line an operator."""
-    table = Table(title=title, title_justify="left")
-    for name in ("operator", "implementation", "time", "bytes", "GB/s", "error"):
-        table.add_column(
-            name, no_wrap=True, justify="left" if name in ("operator", "implementation") else "right"
-        )
+    """Return one line an operator, and below them what the columns are."""
+    plain = any(row.implementation.startswith("reference.") for row in rows)
+    table = _table(title, COLUMNS + PLAIN * plain)
+    table.add_column("operator", no_wrap=True)
+    table.add_column("implementation", overflow="fold")
+    for name in ("time", "bytes", "GB/s", "error"):
+        table.add_column(name, no_wrap=True, justify="right")
     for row in rows:
         ran = row.implementation if row.execution == "native" else f"{row.implementation} ({row.execution})"
-        rate = f"{row.bytes / row.seconds / 1e9:.3g}" if row.seconds else "–"
+        rate = f"{row.bytes / row.seconds / 1e9:.2g}" if row.seconds else "–"
         table.add_row(row.operator, ran, duration(row.seconds), amount(row.bytes), rate, error(row))
     return table
+
+
+def _table(title: str | Text, caption: str = "") -> Table:
+    """Return an empty table of the form that fits a terminal of 80 columns."""
+    return Table(
+        title=title,
+        caption=caption or None,
+        title_justify="left",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
 
 
 def duration(seconds: float) -> str:
@@ -51,20 +75,24 @@ def amount(count: int) -> str:
 
 def error(row: Row) -> str:
     """Return the error as it is judged: discrete results are exact or not."""
-    if not row.discrete:
-        return f"{row.error:.1e}"
-    return "exact" if row.error == 0 else f"{row.error:.2%} differ"
+    if row.error == 0:
+        return "exact"
+    return f"{row.error:.2%} differ" if row.discrete else f"{row.error:.1e}"
 
 
 def picks_table(attention: AttentionStep, inputs: Any, count: int) -> Table:
     """Return the best keys that the indexer found for the batch's last query, with the text around them."""
     scores, position = best(attention), attention.context - 1
-    table = Table("rank", "position", "score", "where", "text around it", title_justify="left")
-    query = text_of(inputs, position)
-    table.title = Text(f"What the indexer picked for the query at {position}: {query}")
+    table = _table(
+        Text.assemble(f"Best keys of the indexer for the query at {position}: ", context_of(inputs, position))
+    )
+    for name in ("rank", "position", "score"):
+        table.add_column(name, justify="right")
+    table.add_column("where")
+    table.add_column("the key's token, and the text around it", overflow="fold")
     for rank, (score, key) in enumerate(scores[:count], 1):
         where = inputs.place(key) if hasattr(inputs, "place") else "–"
-        table.add_row(str(rank), str(key), f"{score:.2f}", where, Text(text_of(inputs, key)))
+        table.add_row(str(rank), str(key), f"{score:.2f}", where, context_of(inputs, key))
     return table
 
 
@@ -91,11 +119,21 @@ def function_on(attention: AttentionStep, spec: IndexerTopKSpec) -> tuple[torch.
     return found
 
 
-def text_of(inputs: Any, position: int) -> str:
-    """Return the text around a position on one line, or its number where there is no text."""
-    if not hasattr(inputs, "text"):
-        return f"token {position}"
-    return " ".join(inputs.text(position, 4).split())
+def context_of(inputs: Any, position: int, around: int = 4) -> Text:
+    """Return the text around a position on one line, its token marked; its number where there is no text."""
+    if not hasattr(inputs, "source"):
+        return Text(f"token {position}")
+    source = inputs.source
+    begin = int(source.start[position])
+    before = source.content[int(source.start[max(position - around, 0)]) : begin]
+    token, window = source.token(position), source.around(position, around)
+    after = window[len(before) + len(token) :]
+    return Text.assemble(one_line(before), (f"»{token}«", "bold"), one_line(after))
+
+
+def one_line(text: str) -> str:
+    """Return text with every run of white space as one space."""
+    return re.sub(r"\s+", " ", text)
 
 
 def write_json(rows: list[Row], step: Any, path: Path) -> None:

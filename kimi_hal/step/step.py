@@ -87,8 +87,9 @@ class Step:
     @property
     def title(self) -> str:
         """Return what was run, in a line."""
-        source = "random activations" if self.random else f"real-text workload {self.inputs!r}"
-        return f"TP{self.deployment.tp}, {self.context} tokens, {self.batch} rows, {self.target}; {source}"
+        inputs = self.inputs
+        source = f"real text {inputs.sha256[:12]}" if isinstance(inputs, Workload) else "random activations"
+        return f"TP{self.deployment.tp}, {self.context:,} tokens, {self.batch} rows, {self.target}; {source}"
 
     def fill(self, advance: Callable[[int], None]) -> None:
         """Store the context in the caches and bring the recurrent states to where the step begins."""

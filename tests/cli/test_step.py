@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from rich.console import Console
 
 from kimi_hal import formats
 from kimi_hal.cli.step import command
-from kimi_hal.step.measure import difference
-from kimi_hal.step.report import amount, duration
+from kimi_hal.step.inputs import RandomInputs
+from kimi_hal.step.measure import Row, difference
+from kimi_hal.step.report import amount, context_of, duration, rows_table
+from kimi_hal.workload.text import Text
 
 safetensors = pytest.importorskip(
     "safetensors.torch", reason="safetensors is not installed: no shard can be read"
@@ -143,3 +148,31 @@ def test_differences_are_relative_or_shares() -> None:
 def test_units_read_well() -> None:
     assert [duration(s) for s in (2.0, 0.0123, 4.2e-5)] == ["2.00 s", "12.30 ms", "42 µs"]
     assert [amount(n) for n in (12, 2048, 3 << 20, 5 << 30)] == ["12 B", "2.0 KiB", "3.0 MiB", "5.0 GiB"]
+
+
+def test_a_pick_is_marked_in_the_text_around_it() -> None:
+    tokens = ["over", "last", "output", "value", "), it"]
+    content = "over the\n    last output value), it"
+    start = torch.tensor([content.index(token) for token in tokens])
+    inputs = SimpleNamespace(
+        source=Text(content, start, torch.tensor([len(t) for t in tokens]), (("x.py", 0),))
+    )
+    assert str(context_of(inputs, 3, around=2)) == "last output »value«), it"
+    assert str(context_of(inputs, 0, around=2)) == "»over« the last output"
+    assert str(context_of(RandomInputs(8, 0), 5)) == "token 5"
+
+
+@pytest.mark.parametrize("columns", [80, 110])
+def test_the_table_of_a_step_fits_a_terminal(columns: int) -> None:
+    rows = [
+        Row("quantize_index_query", "nvidia.triton", "interpreted", 0.93218, 4_800_000, 1.6e-3, False),
+        Row("indexer_topk", "reference.torch", "native", 2.44, 17_400_000, 0.0, True),
+        Row("store_latent", "reference.torch", "native", 1e-3, 17_400, 0.01, True),
+    ]
+    console = Console(width=columns, file=StringIO())
+    console.print(rows_table(rows, "TP8, 32,768 tokens, 4 rows, cpu; real text 4a31166cfaf3"))
+    shown = console.file.getvalue()
+    assert max(len(line) for line in shown.splitlines()) <= columns
+    assert "…" not in shown
+    assert [word in shown for word in ("1.6e-03", "exact", "1.00% differ")] == [True] * 3
+    assert "its times say nothing of an accelerator" in " ".join(shown.split())
