@@ -55,7 +55,18 @@ LINT = (
     (str(BIN / "ruff"), "check", "."),
     (sys.executable, "-m", "mypy", *PACKAGES),
 )
-CORE = ("formats", "ops", "reference", "dispatch", "cli", "faults", "workload", "packaging", "examples")
+CORE = (
+    "formats",
+    "ops",
+    "reference",
+    "dispatch",
+    "cli",
+    "faults",
+    "workload",
+    "packaging",
+    "examples",
+    "hostile",
+)
 PARTS = (
     Part("lint", 2, commands=LINT),
     Part("core and formats", 6, tuple(f"tests/{name}" for name in CORE)),

@@ -13,6 +13,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar, Self
 
 from kimi_hal.dispatch.contract import NUMERICS
@@ -49,6 +50,34 @@ def _matches(value: object, hint: Any) -> bool:
     return isinstance(value, hint)
 
 
+def _settled(value: Any, hint: Any) -> Any:
+    """Return a value as the plain int, float, str or tuple that it stands for; another as it is.
+
+    ``-5`` and ``-5.0`` are equal and so are 0.0 and -0.0, an enum's member or numpy's float equals its value:
+    each would else be the same Spec with another key.
+    """
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int | float) and float in (hint, *typing.get_args(hint)):
+        return _as_float(value)
+    if isinstance(value, int) and type(value) is not int:
+        return int(value)
+    if isinstance(value, str) and type(value) is not str:
+        return str.__str__(value)  # str() of an enum's member is its name
+    if isinstance(value, tuple):
+        inner = (typing.get_args(hint) or (None,))[0]
+        return tuple(_settled(v, inner) for v in value)
+    return value
+
+
+def _as_float(value: float) -> float:
+    """Return a number as a float, zero without a sign; one too large for a float as it is."""
+    try:
+        return float(value) + 0.0
+    except OverflowError:
+        return value
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
     """Base of Spec, DCP and Limits: field types and domains checked at construction, JSON both ways."""
@@ -57,9 +86,18 @@ class Record:
     DOMAIN: ClassVar[Mapping[str, Domain]] = {}
 
     def __post_init__(self) -> None:
+        self._settle()
         problems = [*self._type_problems(), *self._domain_problems()] or list(self.problems())
         if problems:
             raise SpecError(f"{type(self).__name__}: " + "; ".join(problems))
+
+    def _settle(self) -> None:
+        """Hold every value in its plainest form, so that equal Specs have one key and a repr is source."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            plain = _settled(value, _field_types(type(self))[field.name])
+            if plain is not value:
+                object.__setattr__(self, field.name, plain)
 
     def _type_problems(self) -> Iterator[str]:
         for name, hint in _field_types(type(self)).items():
@@ -94,17 +132,38 @@ class Record:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Rebuild from ``key()``. An unknown field is an error that names the nearest one."""
-        return cls.from_dict(json.loads(text))
+        """Rebuild from ``key()``.
+
+        Raises:
+            SpecError: no JSON, or not the fields of this class.
+        """
+        try:
+            data = json.loads(text)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise SpecError(f"{cls.__name__}: no JSON text: {error}") from error
+        return cls.from_dict(data)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Rebuild from ``to_dict()``; fields that are left out take their defaults."""
+        """Rebuild from ``to_dict()``; fields that are left out take their defaults.
+
+        Raises:
+            SpecError: an unknown field, which names the nearest one; one without a default that is left out;
+                what the class itself refuses.
+        """
+        if not isinstance(data, Mapping):
+            raise SpecError(
+                f"{cls.__name__} is made of an object of fields, got {type(data).__name__} {data!r}"
+            )
         hints = _field_types(cls)
         names = [f.name for f in dataclasses.fields(cls)]
         for name in data:
             if name not in names:
-                raise SpecError(f"{cls.__name__} has no field {name!r}{nearest(name, names)}")
+                raise SpecError(f"{cls.__name__} has no field {name!r}{nearest(str(name), names)}")
+        required = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
+        missing = [name for name in required if name not in data]
+        if missing:
+            raise SpecError(f"{cls.__name__} needs {', '.join(missing)}: no default")
         return cls(**{name: _rebuild(value, hints[name]) for name, value in data.items()})
 
 
@@ -117,8 +176,8 @@ def _plain(value: Any) -> Any:
 def _rebuild(value: Any, hint: Any) -> Any:
     if isinstance(value, Mapping):
         arms = typing.get_args(hint) or (hint,)
-        record = next(arm for arm in arms if isinstance(arm, type) and issubclass(arm, Record))
-        return record.from_dict(value)
+        records = [arm for arm in arms if isinstance(arm, type) and issubclass(arm, Record)]
+        return records[0].from_dict(value) if records else value  # what is no record is refused by its type
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -189,6 +248,15 @@ class Limits(Record):
         "logits_align": Range(4, 1 << 20, multiple=4),
     }
 
+    def problems(self) -> Iterator[str]:
+        """Yield buckets that no call can fill, or that do not ascend."""
+        rising = all(low < high for low, high in pairwise(self.row_buckets))
+        outside = [n for n in self.row_buckets if not 0 <= n <= self.max_rows]
+        if outside:
+            yield f"row_buckets holds {outside[0]}, outside 0 to max_rows={self.max_rows}"
+        if not rising:
+            yield f"row_buckets must ascend, got {list(self.row_buckets)}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec(Record):
@@ -199,9 +267,9 @@ class Spec(Record):
     def _domain_problems(self) -> Iterator[str]:
         yield from Record._domain_problems(self)
         for name in self.numerics if isinstance(self.numerics, tuple) else ():
-            if name not in NUMERICS:
+            if isinstance(name, str) and name not in NUMERICS:
                 known = ", ".join(NUMERICS)
-                yield f"numerics: unknown class {name!r}{nearest(str(name), NUMERICS) or '.'} Known: {known}"
+                yield f"numerics: unknown class {name!r}{nearest(name, NUMERICS) or '.'} Known: {known}"
 
     def dims(self) -> dict[str, int]:
         """Return the dimension letters of the operator's shapes that this Spec fixes."""
