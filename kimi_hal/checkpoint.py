@@ -9,6 +9,7 @@ allocated once; the shards stay mapped on disk.
 from __future__ import annotations
 
 import json
+import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -110,6 +111,10 @@ def _wanted(spec: MoESpec, tp: int, tp_rank: int, experts: Sequence[int] | None)
         if spec.has_expert_map:
             reasons.append("experts is required by a Spec with has_expert_map=True: the ids in local order")
         experts = range(spec.expert_offset, spec.expert_offset + spec.num_local)
+    try:
+        experts = [operator.index(expert) for expert in experts]
+    except TypeError:
+        raise ContractError("read_experts", [f"experts must be ids of experts, got {experts!r}"]) from None
     if len(experts) != spec.num_local:
         reasons.append(f"experts names {len(experts)} experts, num_local={spec.num_local}")
     outside = [e for e in experts if not 0 <= e < spec.num_experts]
@@ -133,15 +138,31 @@ def _shards(source: Source, layer: int) -> list[Path]:
         if not found:
             raise FormatError(f"{folder} holds neither {INDEX} nor any .safetensors file")
         return found
-    return sorted({folder / shard for name, shard in _weight_map(index).items() if _layer(name) == layer})
+    weight_map = _weight_map(index)
+    shards = sorted({folder / shard for name, shard in weight_map.items() if _layer(name) == layer})
+    if not shards:
+        _refuse(layer, [f"no routed experts in {index}; {_layers_known(map(_layer, weight_map))}"])
+    return shards
 
 
 def _weight_map(index: Path) -> Mapping[str, str]:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise FormatError(f"{index} cannot be read: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FormatError(f"{index} is not a safetensors index: it has no weight_map of names") from error
-    return dict(weight_map)
+    if not isinstance(weight_map, dict):
+        raise FormatError(f"{index} is not a safetensors index: it has no weight_map of names")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or not shard:
+            raise FormatError(f"{index} is not a safetensors index: {name} is in {shard!r}, which is no file")
+    return weight_map
+
+
+def _layers_known(layers: Iterable[int | None]) -> str:
+    known = ", ".join(map(str, sorted({layer for layer in layers if layer is not None}))) or "none"
+    return f"layers that have some: {known}"
 
 
 def _layer(name: str) -> int | None:
@@ -187,8 +208,7 @@ def _find(files: Iterable[tuple[Path, Any]], layer: int) -> _Parts:
     if len(prefixes) > 1:
         problems.append(f"two sets of experts, {' and '.join(sorted(prefixes))}")
     if not parts:
-        known = ", ".join(map(str, sorted(layers))) or "none"
-        problems.append(f"no routed experts here; layers that have some: {known}")
+        problems.append(f"no routed experts here; {_layers_known(layers)}")
     _refuse(layer, problems)
     return parts
 

@@ -16,6 +16,8 @@ from kimi_hal.errors import SettingsError, nearest
 PREFIX = "KIMI_HAL_"
 FALLBACKS = ("error", "reference")
 EXECUTIONS = ("native", "portable", "interpreted")
+#: Digits of N in ``shadow:N``: Python refuses to read thousands of them.
+DIGITS = 18
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 #: Names that a cluster injects for a service called ``kimi-hal`` or ``kimi-hal-…``; none of ours.
@@ -181,8 +183,10 @@ def _override(item: str, plugins: list[str]) -> tuple[str, str]:
 def _check(value: str, plugins: list[str]) -> dict[str, Any]:
     mode, colon, count = value.partition(":")
     if mode == "shadow" and colon:
-        if not count.isdecimal() or int(count) < 1:
+        if not (count.isascii() and count.isdecimal() and count.strip("0")):
             raise SettingsError(f"shadow:{count} needs a whole number of calls, 1 or more: shadow:100")
+        if len(count) > DIGITS:
+            raise SettingsError(f"shadow: a number of {len(count)} digits; at most {DIGITS}: shadow:100")
         return {"check": "shadow", "shadow": int(count)}
     if value == "shadow":
         raise SettingsError("shadow needs the number of calls of which one is checked: shadow:100")

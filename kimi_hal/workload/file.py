@@ -52,19 +52,23 @@ def decode(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             f"{path} is damaged: its data does not have the hash it was written with; {_again()}"
         )
     try:
+        from safetensors import SafetensorError
         from safetensors.torch import load
     except ImportError as error:
         raise KimiHalError(
             "reading a workload needs safetensors, which is not installed: pip install safetensors"
         ) from error
-    return load(data), metadata
+    try:
+        return load(data), metadata
+    except SafetensorError as error:
+        raise FormatError(f"{path} is damaged: its header does not describe its data; {_again()}") from error
 
 
 def _metadata(path: Path, data: bytes) -> dict[str, str]:
     try:
         metadata = _header(data)[0]["__metadata__"]
         found = str(metadata["format"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FormatError(f"{path} is not a workload file; {_again()}") from error
     if found != FORMAT:
         raise FormatError(f"{path} has the format {found!r}, this version reads {FORMAT!r}; {_again()}")

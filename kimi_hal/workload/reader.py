@@ -21,6 +21,7 @@ from kimi_hal.model import K3_1_PRO
 from kimi_hal.workload import attention, codes, file, kda, maps, noise
 from kimi_hal.workload.attention import HIDDEN_BITS, JOINED, VALUE_BITS, WIDTH, Projection
 from kimi_hal.workload.kda import KDAInputs
+from kimi_hal.workload.paths import BUILD
 from kimi_hal.workload.rows import Heads, Rows, chosen, positions
 from kimi_hal.workload.text import Text
 
@@ -28,6 +29,23 @@ BF16 = torch.bfloat16
 LATENT = K3_1_PRO.kv_rank + K3_1_PRO.pe_dim
 #: Rows whose 96 absorbed queries are mixed at a time.
 QUERY_ROWS = 128
+
+#: What every accessor together reads: tensors, and notes in the metadata.
+TENSORS = (
+    "hidden.codes",
+    "hidden.scale",
+    "text.zlib",
+    "token.start",
+    "token.length",
+    "token.ids",
+    *(f"{name}.{part}" for name in ("query", "key", "value") for part in ("weight", "bias")),
+    "kda.A_log",
+    "kda.dt_bias",
+    "router.codes",
+    "router.gain",
+    "router.bias",
+)
+NOTES = ("seed", "files", "heads")
 
 
 class Router(NamedTuple):
@@ -39,7 +57,12 @@ class Router(NamedTuple):
 
 def read(path: Path) -> Workload:
     """Read a workload file; errors as in ``kimi_hal.workload.load``."""
-    return Workload(*file.decode(path))
+    tensors, metadata = file.decode(path)
+    missing = [name for name in TENSORS if name not in tensors] + [n for n in NOTES if n not in metadata]
+    if missing or not metadata["seed"].isdecimal():
+        reason = f"it lacks {', '.join(missing)}" if missing else f"its seed is {metadata['seed']!r}"
+        raise FormatError(f"{path} is no whole workload file, {reason}; build it again with: {BUILD}")
+    return Workload(tensors, metadata)
 
 
 class Workload:

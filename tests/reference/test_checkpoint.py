@@ -241,7 +241,7 @@ def test_no_source_at_all():
 def test_an_index_that_lacks_the_layer(tmp_path):
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"lm_head.weight": "a.safetensors"}}))
-    assert refusal(tmp_path) == "layer 5: no routed experts here; layers that have some: none"
+    assert refusal(tmp_path) == f"layer 5: no routed experts in {index}; layers that have some: none"
 
 
 def test_another_layer(tmp_path):
