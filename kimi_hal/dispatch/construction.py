@@ -148,9 +148,9 @@ def _call(choice: Choice, where: str, call: Callable[[], Any]) -> Any:
         return call()
     except ImportError as error:
         raise MissingError(f"{where} raised {type(error).__name__}: {error}") from error
-    except KimiHalError:
+    except (KimiHalError, KeyboardInterrupt):
         raise
-    except Exception as error:
+    except BaseException as error:  # SystemExit too: a library that calls sys.exit must not end the engine
         raise PluginError(
             choice.backend.name,
             f"{where} raised {type(error).__name__}: {error}. "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,19 @@ if TYPE_CHECKING:
     import os
 
     from kimi_hal.parallel.groups import Group
+
+
+#: Fields of an entry and what JSON holds them as.
+FIELDS: dict[str, tuple[type, ...]] = {
+    "operator": (str,),
+    "spec": (dict,),
+    "limits": (dict,),
+    "device": (str,),
+    "implementation": (str,),
+    "grouped": (bool,),
+    "pair": (str, type(None)),
+    "key": (str,),
+}
 
 
 def dump_plans() -> str:
@@ -37,12 +50,52 @@ def load_plans(
         group: the ranks, for plans that had some.
 
     Raises:
-        PlanError: a plan would get another key, since its implementation's source has changed: what was
-            compiled with it must be compiled again.
+        PlanError: the file cannot be read, or this is not what ``dump_plans`` returns; or a plan would get
+            another key, since its implementation's source has changed: what was compiled with it must be
+            compiled again.
         SelectionError, PluginError: the implementation does not fit here, or is not installed.
     """
-    text = source if isinstance(source, str) and source.lstrip().startswith("[") else Path(source).read_text()
-    return [_again(entry, device, group) for entry in json.loads(text)]
+    return [_again(entry, device, group) for entry in _entries(source)]
+
+
+def _entries(source: Any) -> list[dict[str, Any]]:
+    """Return the entries of a text or file, each with its fields."""
+    text = source if isinstance(source, str) and source.lstrip().startswith("[") else _text(source)
+    try:
+        entries = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"load_plans: not the text of dump_plans: {error}") from error
+    if not isinstance(entries, list):
+        raise PlanError(
+            f"load_plans: not the text of dump_plans: a list of plans, got {type(entries).__name__}"
+        )
+    for i, entry in enumerate(entries):
+        problems = list(_field_problems(entry))
+        if problems:
+            raise PlanError(f"load_plans: entry {i} is not one of dump_plans: {'; '.join(problems)}")
+    return entries
+
+
+def _text(source: Any) -> str:
+    try:
+        return Path(source).read_text(encoding="utf-8")
+    except (OSError, ValueError, TypeError) as error:
+        said = getattr(error, "strerror", None) or error
+        shown = repr(source) if len(repr(source)) < 100 else f"{repr(source)[:96]}…"
+        raise PlanError(
+            f"load_plans: {shown} is neither the text of dump_plans nor its file: {said}"
+        ) from error
+
+
+def _field_problems(entry: Any) -> Iterator[str]:
+    if not isinstance(entry, dict):
+        yield f"an object of fields, got {type(entry).__name__}"
+        return
+    for name, kinds in FIELDS.items():
+        if name not in entry:
+            yield f"{name} is missing"
+        elif not isinstance(entry[name], kinds):
+            yield f"{name} is {entry[name]!r}"
 
 
 def _entry(plan: Plan) -> dict[str, Any]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from kimi_hal import formats
-from kimi_hal.dispatch import account
+from kimi_hal.dispatch import account, signatures
 from kimi_hal.dispatch.checked import validate
 from kimi_hal.dispatch.construction import Built
 from kimi_hal.dispatch.contract import Implementation, Properties, Sizes
@@ -172,10 +172,9 @@ class Plan:
         Raises:
             ContractError: all reasons together.
         """
-        bound = self.operator.signature.bind(*example, **keywords)
-        bound.apply_defaults()
+        given = signatures.bound(self.operator, example, keywords)
         terms = Terms.of(self.limits, self.sizes, self.choice.capability, self.device)
-        validate(self.operator, self.spec, terms, bound.arguments)
+        validate(self.operator, self.spec, terms, given)
         return self.run
 
     def explain(self, json: bool = False) -> str:
@@ -185,6 +184,25 @@ class Plan:
             json: as a JSON text with every field of the plan, instead of lines for a person.
         """
         return account.as_json(self) if json else account.as_text(self)
+
+    def __copy__(self) -> Plan:
+        """Return the plan itself: it is frozen, and what it keeps on the device belongs to its ``run``."""
+        return self
+
+    def __deepcopy__(self, memo: object) -> Plan:
+        """Return the plan itself, so that a module that holds plans can be copied."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled.
+
+        Raises:
+            PlanError: says what to send instead.
+        """
+        raise PlanError(
+            f"{self!r} holds functions of this process and cannot be pickled: send hal.dump_plans(), and "
+            "hal.load_plans(…) there"
+        )
 
     def __repr__(self) -> str:
         return f"<plan {self.key[:12]} of {self.operator.name}: {self.name} on {self.device}>"

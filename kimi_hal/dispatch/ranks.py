@@ -63,10 +63,12 @@ def agree(group: Group | None, text: str) -> None:
 def fail(group: Group | None, operator: str, error: BaseException) -> None:
     """Tell the other ranks that this one cannot plan, so that they do not wait for it.
 
-    A GroupError came from meeting them: they know.
+    A GroupError came from meeting them: they know. So they do of an error that a part of a composite was
+    planned with: a second meeting would find nobody there.
     """
-    if group is None or isinstance(error, GroupError):
+    if group is None or isinstance(error, GroupError) or getattr(error, "told", False):
         return
+    error.told = True  # type: ignore[attr-defined]
     try:
         agree(group, f"no plan for {operator}: {type(error).__name__}: {error}")
     except GroupError as disagreement:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import zip_longest
 from typing import Any
 
+from kimi_hal.errors import ContractError
 from kimi_hal.ops.operator import Operator, bare_signature
 
 Parameter = inspect.Parameter
@@ -48,6 +49,20 @@ def function(op: Operator, name: str, call: Callable[[dict[str, Any]], Any]) -> 
     exec(compile(source, f"<{name} of {op.name}>", "exec"), namespace)
     made: Callable[..., Any] = namespace[name]
     return made
+
+
+def bound(op: Operator, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call's arguments by name, defaults filled in.
+
+    Raises:
+        ContractError: one is missing, too many or not the operator's; the signature is told.
+    """
+    try:
+        given = op.signature.bind(*args, **keywords)
+    except TypeError as error:
+        raise ContractError(op.name, [f"{error}; its operands are {op.signature}"]) from None
+    given.apply_defaults()
+    return dict(given.arguments)
 
 
 def split(op: Operator, given: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
