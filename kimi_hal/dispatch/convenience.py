@@ -16,6 +16,7 @@ from kimi_hal.dispatch.capture import tensors_of
 from kimi_hal.dispatch.planned import Plan
 from kimi_hal.dispatch.scalars import field_argument
 from kimi_hal.errors import ContractError, SpecError, unknown
+from kimi_hal.ops import check
 from kimi_hal.ops.operator import Operator, bind_dims, output_shapes, torch_dtype
 from kimi_hal.ops.spec import Limits, Spec
 from kimi_hal.settings import Settings
@@ -55,29 +56,23 @@ def _spec(op: Operator, fields: dict[str, Any]) -> Spec:
 
 def run(op: Operator, spec: Spec, args: tuple[Any, ...], operands: Mapping[str, Any]) -> Any:
     """Run an operator under a Spec with a kept plan."""
-    given = _bound(op, args, operands)
+    given = signatures.bound(op, args, operands)
+    if next(tensors_of(given.values()), None) is None:
+        raise ContractError(op.name, ["it has no tensor among its arguments"])
+    reasons = check.problems(op, spec, given)  # before sizes are read off what may be no tensor
+    if reasons:
+        raise ContractError(op.name, reasons)
     plan = kept(op, spec, given)
     _buffers(op, plan, given)
     args_, keywords = signatures.split(op, given)
     return plan.run(*args_, **keywords)
 
 
-def _bound(op: Operator, args: tuple[Any, ...], operands: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        bound = op.signature.bind(*args, **operands)
-    except TypeError as error:
-        raise ContractError(op.name, [f"{error}; its operands are {op.signature}"]) from None
-    bound.apply_defaults()
-    return dict(bound.arguments)
-
-
 def kept(op: Operator, spec: Spec, given: Mapping[str, Any]) -> Plan:
     """Return the plan of these operands' device, made anew when the call is larger than its Limits."""
     from kimi_hal.dispatch.plan import plan
 
-    tensor = next(tensors_of(given.values()), None)
-    if tensor is None:
-        raise ContractError(op.name, ["it has no tensor among its arguments"])
+    tensor = next(tensors_of(given.values()))
     where = (op.name, spec, str(tensor.device), policy.settings())
     found = _KEPT.get(where)
     needed = _limits(op, spec, given, found.limits if found else None)

@@ -56,6 +56,8 @@ class GatherSpec(Spec):
 
 def total_problem(spec: GatherSpec, rows: int, total: int | None) -> str | None:
     """Return why ``total`` cannot be the real rows of all ranks, each giving ``rows``; or ``None``."""
+    if total is not None and (isinstance(total, bool) or not hasattr(total, "__index__")):
+        return f"total must be a number of rows, got {type(total).__name__} {total!r}"
     if spec.layout != "token_order":
         return None if total is None else f"total is for layout='token_order', this is {spec.layout!r}"
     world, whole = spec.dcp.world, gathered_rows(spec, rows, total)

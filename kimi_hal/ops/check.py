@@ -161,10 +161,20 @@ def _each(name: str, arg: Arg, value: Any, found: list[str]) -> Iterator[tuple[s
         return
     entries = [(f"{name}[{i}]", v) for i, v in enumerate(value)] if arg.many else [(name, value)]
     for label, tensor in entries:
-        if hasattr(tensor, "dtype") and hasattr(tensor, "stride"):
-            yield label, tensor
-        else:
+        if not (hasattr(tensor, "dtype") and hasattr(tensor, "stride")):
             found.append(f"{label} must be a tensor, got {type(tensor).__name__}")
+        elif kind := unusual(tensor):
+            found.append(f"{label} must be a dense tensor, got a {kind} one")
+        else:
+            yield label, tensor
+
+
+def unusual(tensor: Any) -> str:
+    """Return what a tensor is that has no strides or no plain bytes (sparse, nested), or ``""``."""
+    if getattr(tensor, "is_nested", False):
+        return "nested"
+    layout = str(getattr(tensor, "layout", "torch.strided")).removeprefix("torch.")
+    return layout if layout != "strided" else ""
 
 
 def _count(name: str, arg: Arg, dims: Dims, value: Any) -> Iterator[str]:

@@ -529,8 +529,10 @@ def kda_commit(
             they are after ``checkpoint_lens`` rows; negative: none.
         checkpoint_lens: ``[N]`` int32, 0 to ``accepted``.
 
-    Edge rules: slots out of range contribute nothing. More rows than were recorded count as all recorded
-    rows. A checkpoint beyond the accepted rows is not stored. A slot that is written twice, or written while
+    Edge rules: slots out of range contribute nothing. More rows than a record has room for, the plan's
+    ``Limits.rows_per_req``, count as that many. A record does not say how many rows its verify saw: accepting
+    more than those is the caller's error, and what it leaves in the slots that this row writes is
+    unspecified. A checkpoint beyond the accepted rows is not stored. A slot that is written twice, or written while
     another live row starts from it, is an error in checked mode; a row may store its checkpoint in its own
     ``state_ids`` slot if its result goes elsewhere.
 

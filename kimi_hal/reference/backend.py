@@ -75,8 +75,18 @@ class Call:
         return cls(op, ctx, fn, inputs, tuple(o for o in outputs if o in inspect.signature(fn).parameters))
 
     def __call__(self, given: dict[str, Any], **tested: Any) -> Any:
-        """Run on operands by name; returns what the operator returns."""
+        """Run on operands by name; returns what the operator returns.
+
+        No operator has a backward: what is computed of a parameter records none, and a state that is written
+        carries no graph of the steps before it.
+        """
+        import torch
+
         self.ctx.check(**given)
+        with torch.no_grad():
+            return self._call(given, tested)
+
+    def _call(self, given: dict[str, Any], tested: Mapping[str, Any]) -> Any:
         shapes = output_shapes(self.op, self.ctx.spec, self.ctx.limits, given)
         for shape in shapes:
             if shape.keyword in self.written and given[shape.keyword] is None:
