@@ -25,6 +25,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks
 
 $(STAMP): $(INPUTS)
+	@echo "Installing the pinned environment into $(VENV), once: 3 GB on disk, some minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/dev.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements/workload.txt -r requirements/kernels.txt
