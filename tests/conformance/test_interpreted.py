@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from conformance_runs import once
 
 from kimi_hal_conformance import suite
 from kimi_hal_conformance.verdict import NOT_RUN, PASSED, Report
@@ -13,8 +14,9 @@ ADOPTED = {"merge_attn_states", "kda_gate", "kda_decode"}
 
 
 @pytest.fixture(scope="module")
-def nvidia() -> Report:
-    return suite.run(suite.Request("nvidia", execution="interpreted"))
+def nvidia(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    request = suite.Request("nvidia", execution="interpreted")
+    return once(tmp_path_factory, "nvidia", lambda: suite.run(request))
 
 
 def test_every_adopted_kernel_passes(nvidia: Report) -> None:

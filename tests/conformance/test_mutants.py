@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from conformance_runs import once
 from plugin_package import installed, write
 
 from kimi_hal_conformance import suite
@@ -256,7 +257,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Report]:
     folder = tmp_path_factory.mktemp("mutants")
     write(folder, "mutants", IMPLEMENTATIONS, KERNELS)
     with installed(folder):
-        yield suite.run(suite.Request("mutants"))
+        yield once(tmp_path_factory, "mutants", lambda: suite.run(suite.Request("mutants")))
 
 
 def of(report: Report, name: str) -> dict[str, Verdict]:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from conformance_runs import once
 
 from kimi_hal import ops
 from kimi_hal_conformance.verdict import PASSED, Report, read
@@ -14,11 +15,16 @@ from kimi_hal_conformance.verdict import PASSED, Report, read
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    path = tmp_path_factory.mktemp("run") / "report.json"
-    command = ["-m", "kimi_hal.cli.main", "conformance", "run", "--backend", "reference", "--json", str(path)]
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return read(path.read_bytes())
+    def run() -> Report:
+        path = tmp_path_factory.mktemp("run") / "report.json"
+        command = ["-m", "kimi_hal.cli.main", "conformance", "run", "--backend", "reference"]
+        done = subprocess.run(
+            [sys.executable, *command, "--json", str(path)], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return read(path.read_bytes())
+
+    return once(tmp_path_factory, "reference", run)
 
 
 def test_every_case_passes(report: Report) -> None:

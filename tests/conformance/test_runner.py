@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from conformance_runs import once
 from plugin_package import installed, write
 
 from kimi_hal_conformance import lane, suite
@@ -205,8 +206,8 @@ def acme(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def report(acme: Path) -> Report:
-    return suite.run(suite.Request("acme", only=(CASE,), limit=2.0))
+def report(acme: Path, tmp_path_factory: pytest.TempPathFactory) -> Report:
+    return once(tmp_path_factory, "acme", lambda: suite.run(suite.Request("acme", only=(CASE,), limit=2.0)))
 
 
 @pytest.fixture(scope="module")

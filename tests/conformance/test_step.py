@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from conformance_runs import once
 from plugin_package import installed, write
 
 from kimi_hal_conformance import suite
@@ -116,7 +117,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Report]:
     folder = tmp_path_factory.mktemp("stepped")
     write(folder, "stepped", IMPLEMENTATIONS, KERNELS)
     with installed(folder):
-        yield suite.run(suite.Request("stepped", profile="interp"))
+        yield once(tmp_path_factory, "stepped", lambda: suite.run(suite.Request("stepped", profile="interp")))
 
 
 def test_a_step_is_prepared_before_every_call(report: Report) -> None:
