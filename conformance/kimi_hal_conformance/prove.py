@@ -5,6 +5,7 @@ A mutant's cases and properties run in a process of their own, the smallest firs
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -33,6 +34,8 @@ from kimi_hal_conformance.verdict import SCHEMA_VERSION
 
 #: Seconds that one test of a mutant may take.
 LIMIT = 120
+#: What a lane starts; it gets the descriptor to answer on as its last argument.
+WORKER = (sys.executable, "-m", "kimi_hal_conformance.mutants.worker")
 #: Mutants that every test kills show nothing; no more than this part of all may be such.
 KILLED_BY_ALL = 0.1
 
@@ -218,11 +221,14 @@ def crew(environ: Mapping[str, str], lanes: int) -> Iterator[SimpleQueue[Lane]]:
 class Lane:
     """A process that runs one mutant after another, each in a fork of its own."""
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
+    def __init__(self, environ: Mapping[str, str], worker: Sequence[str] = WORKER) -> None:
         answers, theirs = os.pipe()
-        command = [sys.executable, "-m", "kimi_hal_conformance.mutants.worker", str(theirs)]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, pass_fds=(theirs,), env=dict(environ), start_new_session=True
+            [*worker, str(theirs)],
+            stdin=subprocess.PIPE,
+            pass_fds=(theirs,),
+            env=dict(environ),
+            start_new_session=True,
         )
         os.close(theirs)
         self._answers = os.fdopen(answers, "rb")
@@ -247,7 +253,8 @@ class Lane:
 
     def stop(self) -> None:
         """End the process and all that it started."""
-        os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._answers.close()
 
