@@ -106,14 +106,21 @@ class Row:
 )
 @click.option("--tp", multiple=True, default=(8,), show_default=True, help="Tensor-parallel size.")
 @click.option("--dcp", multiple=True, default=(1, 8), show_default=True, help="Ranks of a DCP group.")
-@click.option("--latent", multiple=True, default=("fp8", "nvfp4"), show_default=True, metavar="FORMAT")
+@click.option(
+    "--latent",
+    multiple=True,
+    default=("fp8", "nvfp4"),
+    show_default=True,
+    metavar="FORMAT",
+    help="fp8, nvfp4, bf16, or a name of docs/formats.md.",
+)
 @click.option(
     "--index",
     multiple=True,
     default=("fp8", "mxfp4"),
     show_default=True,
     metavar="FORMAT",
-    help="none: dense.",
+    help="fp8, mxfp4, a format's name, or none: dense.",
 )
 @click.option("--block-size", default=1024, show_default=True, help="Tokens of a block, a power of two.")
 @click.option("--context", type=Size("TOKENS"), default="1M", show_default=True, help="Tokens of a request.")

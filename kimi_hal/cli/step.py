@@ -61,6 +61,7 @@ def command(json_path: Path | None, **options: Any) -> None:
 
 def prepare(options: dict[str, Any]) -> Any:
     """Return the step that the options describe."""
+    from kimi_hal.dispatch.plan import device_problems
     from kimi_hal.presets import Deployment
     from kimi_hal.step.step import Step
     from kimi_hal.workload import experts_path
@@ -69,9 +70,12 @@ def prepare(options: dict[str, Any]) -> Any:
         raise ValueError(
             f"--batch must be between 1 and --context {options['context']}, got {options['batch']}"
         )
+    unknown = list(device_problems(options["device"])) if options["device"] else []
+    if unknown:
+        raise ValueError(f"--{unknown[0]}")
     deployment = Deployment(tp=options["tp"], latent=options["latent"], index=options["index"])
     deployment.specs()  # an unknown format or a size that does not divide is said before anything is read
-    return Step(
+    step = Step(
         deployment=deployment,
         experts=Deployment(tp=options["expert_tp"], local_experts=options["local_experts"]),
         shard=options["experts"] or experts_path(),
@@ -83,6 +87,26 @@ def prepare(options: dict[str, Any]) -> Any:
         seed=options["seed"],
         device=options["device"],
     )
+    usable(step.target)
+    _ = step.inputs  # and so are a workload that is missing, and one that is shorter than the context
+    return step
+
+
+def usable(device: str) -> None:
+    """Make sure that tensors can be made on a device, before anything is read.
+
+    Raises:
+        ValueError: says what torch says of it, and what to type.
+    """
+    import torch
+
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # AssertionError: a torch that was built without CUDA
+        raise ValueError(
+            f"torch has no device {device!r} here: {str(error).splitlines()[0]}. --device cpu runs the reference; "
+            "KIMI_HAL_EXECUTION=interpreted runs a backend's kernels there"
+        ) from error
 
 
 def with_progress(step: Any, console: Any) -> Iterator[Any]:

@@ -107,6 +107,7 @@ def test_every_latent_format_runs(latent: str, small_shard: Path) -> None:
         (("--batch", "0"), "--batch must be between 1 and --context 32768, got 0"),
         (("--tp", "5"), "tp=5 does not divide 96 heads"),
         (("--latent", "latent.fp8.e4m3.tensor"), "did you mean 'latent.fp8.e4m3fn.tensor'"),
+        (("--device", "acme"), "torch has no device 'acme' here: "),
     ],
 )
 def test_bad_options_are_refused_with_a_sentence(args: tuple[str, ...], text: str) -> None:
@@ -136,6 +137,15 @@ def test_a_missing_workload_says_how_to_build_it(tmp_path: Path) -> None:
     result = CliRunner().invoke(command, ["--workload", str(tmp_path / "none.safetensors")])
     assert result.exit_code != 0
     assert "python -m kimi_hal_conformance.workload build" in str(result.exception)
+
+
+def test_a_context_beyond_the_workload_is_refused_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kimi_hal.step.inputs.load", lambda path: SimpleNamespace(context=64))
+    result = CliRunner().invoke(command, ["--context", "65", "--device", "cpu"])
+    assert result.exit_code == 1
+    assert result.output == "Error: --context 65 is more than the workload's 64 tokens; or use --random\n"
 
 
 def test_differences_are_relative_or_shares() -> None:
