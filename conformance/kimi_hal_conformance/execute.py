@@ -14,11 +14,12 @@ from kimi_hal import ops
 from kimi_hal.errors import SelectionError
 from kimi_hal.ops.spec import DCP, Record
 from kimi_hal.parallel.groups import LoopbackGroup
-from kimi_hal_conformance.calls import Called, Subject, call
+from kimi_hal_conformance.calls import Called, Subject
 from kimi_hal_conformance.case import Case, generator
 from kimi_hal_conformance.judges import judge
 from kimi_hal_conformance.oracle import Question, answer
 from kimi_hal_conformance.roundings import inner
+from kimi_hal_conformance.scripts import call
 from kimi_hal_conformance.trial import Trial
 from kimi_hal_conformance.verdict import FAILED, PASSED, REFUSED, Measure, Verdict
 
