@@ -13,7 +13,7 @@ from kimi_hal.dispatch import composed, signatures
 from kimi_hal.dispatch.contract import BuildContext, Implementation, Sizes
 from kimi_hal.dispatch.loader import resolve
 from kimi_hal.dispatch.selection import Choice
-from kimi_hal.errors import KimiHalError, PluginError
+from kimi_hal.errors import KimiHalError, PluginError, UnknownNameError
 from kimi_hal.ops import check
 from kimi_hal.ops.composites import Part
 from kimi_hal.ops.operator import Operator, get
@@ -72,7 +72,7 @@ def build(place: Place, choice: Choice) -> Built:
         arch=choice.probe.arch,
         sizes=sizes,
         group=place.group,
-        persistent=_persistent(place.device, sizes),
+        persistent=_persistent(place.device, choice, sizes),
         check=check.compiled(
             place.op,
             place.spec,
@@ -84,7 +84,7 @@ def build(place: Place, choice: Choice) -> Built:
         settings=place.settings,
         parts=parts,
     )
-    run = _call(choice, implementation.build, lambda: resolve(implementation.build)(context))
+    run = _call(choice, implementation.build, lambda: _found(choice, implementation.build)(context))
     wrong = list(signatures.mismatches(place.op, run))
     if wrong:
         raise PluginError(
@@ -118,7 +118,7 @@ def _prepare(
     where = implementation.prepare
     if where is None:
         return None
-    prepare: Callable[..., None] = _call(choice, where, lambda: resolve(where)(context))
+    prepare: Callable[..., None] = _call(choice, where, lambda: _found(choice, where)(context))
     if not callable(prepare):
         raise PluginError(choice.backend.name, f"{where} returned {type(prepare).__name__}, not a function.")
     return prepare
@@ -128,18 +128,40 @@ def _sizes(place: Place, choice: Choice) -> Sizes:
     where = choice.implementation.size
     if where is None:
         return Sizes()
-    sizes = _call(choice, where, lambda: resolve(where)(place.spec, place.limits, choice.probe.arch))
+    sizes = _call(choice, where, lambda: _found(choice, where)(place.spec, place.limits, choice.probe.arch))
     if not isinstance(sizes, Sizes):
         raise PluginError(choice.backend.name, f"{where} returned {type(sizes).__name__}, not Sizes.")
+    wrong = {n: b for n, b in vars(sizes).items() if isinstance(b, bool) or not isinstance(b, int) or b < 0}
+    if wrong:
+        listed = ", ".join(f"{name}={size!r}" for name, size in wrong.items())
+        raise PluginError(
+            choice.backend.name, f"{where} returned {listed}; sizes are whole bytes, 0 or more."
+        )
     return sizes
 
 
-def _persistent(device: str, sizes: Sizes) -> Any | None:
+def _persistent(device: str, choice: Choice, sizes: Sizes) -> Any | None:
     if not sizes.persistent:
         return None
     import torch
 
-    return torch.zeros(sizes.persistent, dtype=torch.uint8, device=device)
+    try:
+        return torch.zeros(sizes.persistent, dtype=torch.uint8, device=device)
+    except RuntimeError as error:  # what torch raises where memory is short, on every device
+        raise PluginError(
+            choice.backend.name,
+            f"{choice.full_name} keeps {sizes.persistent:,} bytes, which {device} does not have free; "
+            f"plan with smaller Limits.",
+        ) from error
+
+
+def _found(choice: Choice, where: str) -> Callable[..., Any]:
+    """Return what a declaration names; a name that does not exist is the plugin's fault, not the caller's."""
+    try:
+        found: Callable[..., Any] = resolve(where)
+    except UnknownNameError as error:
+        raise PluginError(choice.backend.name, f"{where}: {error}") from error
+    return found
 
 
 def _call(choice: Choice, where: str, call: Callable[[], Any]) -> Any:

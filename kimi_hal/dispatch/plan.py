@@ -97,6 +97,7 @@ def _problems(op: Any, limits: Any, device: Any, group: Any, implementation: Any
 
 
 def _device_problems(device: Any) -> Iterator[str]:
+    """Yield why torch can put no tensor there: it knows no such kind of device."""
     import torch
 
     try:

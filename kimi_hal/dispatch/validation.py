@@ -164,8 +164,26 @@ def _domains(what: str, named: Mapping[str, Any], record: Any) -> Iterator[str]:
             yield f"{what}: {record.__name__} has no field {name!r}{nearest(name, known)}"
         elif not isinstance(domain, OneOf | Range):
             yield f"{what}[{name!r}] must be OneOf or Range, got {_kind(domain)}"
+        elif wrong := list(_form(domain)):
+            yield from (f"{what}[{name!r}]: {p}" for p in wrong)
         else:
             yield from (f"{what}[{name!r}]: {p}" for p in _values(name, domain, known[name].legal))
+
+
+def _form(domain: Any) -> Iterator[str]:
+    """Yield why nothing could be looked up in a domain, or nothing is in it."""
+    if isinstance(domain, OneOf):
+        values: Any = domain.values
+        if not isinstance(values, tuple):
+            yield f"OneOf takes a tuple of values, got {_kind(values)}"
+        elif not values:
+            yield "OneOf is empty; it covers nothing"
+        return
+    numbers = [n for n in (domain.low, domain.high) if isinstance(n, int | float) and not isinstance(n, bool)]
+    if len(numbers) < 2 or not domain.low <= domain.high:
+        yield f"Range takes a low number and one as high or higher, got {domain.low!r} and {domain.high!r}"
+    if not _fits(domain.multiple, int) or domain.multiple < 1:
+        yield f"Range.multiple must be a whole number, 1 or more, got {domain.multiple!r}"
 
 
 def _limits(named: Mapping[str, Any]) -> Iterator[str]:
