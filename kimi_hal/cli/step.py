@@ -50,8 +50,12 @@ def command(json_path: Path | None, **options: Any) -> None:
         step = prepare(options)
     except ValueError as error:
         raise click.ClickException(str(error)) from error
-    rows = list(with_progress(step, console))
-    console.print(rows_table(rows, step.title))
+    rows: list[Any] = []
+    try:
+        rows.extend(with_progress(step, console))
+    finally:  # what ran before an operator that a backend lacks is shown all the same
+        if rows:
+            console.print(rows_table(rows, step.title))
     if options["picks"]:
         console.print()
         console.print(picks_table(step.attention, step.inputs, options["picks"]))
@@ -61,7 +65,6 @@ def command(json_path: Path | None, **options: Any) -> None:
 
 def prepare(options: dict[str, Any]) -> Any:
     """Return the step that the options describe."""
-    from kimi_hal.dispatch.plan import device_problems
     from kimi_hal.presets import Deployment
     from kimi_hal.step.step import Step
     from kimi_hal.workload import experts_path
@@ -70,9 +73,6 @@ def prepare(options: dict[str, Any]) -> Any:
         raise ValueError(
             f"--batch must be between 1 and --context {options['context']}, got {options['batch']}"
         )
-    unknown = list(device_problems(options["device"])) if options["device"] else []
-    if unknown:
-        raise ValueError(f"--{unknown[0]}")
     deployment = Deployment(tp=options["tp"], latent=options["latent"], index=options["index"])
     deployment.specs()  # an unknown format or a size that does not divide is said before anything is read
     step = Step(

@@ -133,6 +133,13 @@ def test_a_shard_that_lacks_experts_is_refused(small_shard: Path) -> None:
     assert str(result.exception) == "layer 1: 1 of 3 experts are missing: 2"
 
 
+def test_what_ran_before_an_error_is_shown(small_shard: Path) -> None:
+    options = ("--context", "70", "--batch", "1", "--tp", "32", "--layer", "7")
+    result = step(*options, "--experts", str(small_shard))
+    assert "layer 7" in str(result.exception)
+    assert "kda_layer_decode" in result.output
+
+
 def test_a_missing_workload_says_how_to_build_it(tmp_path: Path) -> None:
     result = CliRunner().invoke(command, ["--workload", str(tmp_path / "none.safetensors")])
     assert result.exit_code != 0
