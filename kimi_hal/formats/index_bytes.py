@@ -75,6 +75,7 @@ def write(fmt: IndexFormat, cache: Tensor, where: Tensor, keys: Tensor) -> None:
     elements, scale = regions(fmt, cache)
     if not where.numel():
         return
+    slots.check_slots(fmt.name, where, cache.shape[0] * fmt.page)
     rows = slots.last_writer(where)
     element_bytes, scale_bytes = fmt.pack(keys[rows])
     index = place(fmt, where[rows])
@@ -85,6 +86,7 @@ def write(fmt: IndexFormat, cache: Tensor, where: Tensor, keys: Tensor) -> None:
 def gather(fmt: IndexFormat, cache: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
     """Return the element bytes and the scale bytes of the named slots."""
     elements, scale = regions(fmt, cache)
+    slots.check_slots(fmt.name, where, cache.shape[0] * fmt.page)
     index = place(fmt, where)
     return elements[index].flatten(1), scale[index].transpose(1, 2).flatten(1)
 

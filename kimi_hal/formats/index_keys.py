@@ -123,7 +123,8 @@ class IndexFormat:
             keys: ``[n, 128]`` float32 or bf16.
 
         Raises:
-            FormatError: the cache's dtype, shape or stride is not this format's.
+            FormatError: the cache's dtype, shape or stride is not this format's; or, seen on the CPU only, a
+                slot outside the cache.
         """
         from kimi_hal.formats import index_bytes
 

@@ -39,6 +39,7 @@ def write(
 ) -> None:
     """Quantise latents and put their rows into the named slots."""
     slots.check_cache(fmt.name, cache, page * fmt.row_bytes)
+    slots.check_slots(fmt.name, where, cache.shape[0] * page)
     check_scale(fmt, k_scale)
     if not where.numel():
         return
@@ -59,6 +60,7 @@ def read(
 ) -> Tensor:
     """Return the latents of the named slots."""
     slots.check_cache(fmt.name, cache, page * fmt.row_bytes)
+    slots.check_slots(fmt.name, where, cache.shape[0] * page)
     check_scale(fmt, k_scale)
     where = where.to(torch.int64)
     rows = _rows(fmt, cache, page)[where // page, where % page]

@@ -62,8 +62,8 @@ class LatentFormat:
             k_scale: one-element float32, for a format that ``needs_scale``; else None.
 
         Raises:
-            FormatError: the cache's dtype, shape or stride is not this format's, or ``k_scale`` is given
-                where it has no meaning, or missing.
+            FormatError: the cache's dtype, shape or stride is not this format's; ``k_scale`` is given where
+                it has no meaning, or missing; or, seen on the CPU only, a slot is outside the cache.
         """
         from kimi_hal.formats import latent_bytes
 

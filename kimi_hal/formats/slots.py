@@ -19,6 +19,21 @@ def check_cache(name: str, cache: Tensor, page_bytes: int) -> None:
         raise FormatError(f"{name} takes pages of consecutive bytes, stride(1) = 1, not {cache.stride(1)}")
 
 
+def check_slots(name: str, slots: Tensor, capacity: int) -> None:
+    """Raise FormatError for a slot outside ``[0, capacity)``: as an index, −1 would mean the last one.
+
+    Slots on a device are not looked at, since that would wait for it; an operator masks them there.
+    """
+    if slots.device.type != "cpu" or not slots.numel():
+        return
+    low, high = (int(bound) for bound in torch.aminmax(slots))
+    if low < 0 or high >= capacity:
+        outside = low if low < 0 else high
+        raise FormatError(
+            f"{name}: slots name {outside}, outside 0 to {capacity - 1}; leave padding out before"
+        )
+
+
 def last_writer(slots: Tensor) -> Tensor:
     """Return the rows to write so that each slot is written once, by the last row that names it.
 
