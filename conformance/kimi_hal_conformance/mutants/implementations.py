@@ -31,6 +31,9 @@ def declared(mutant: Mutant) -> Iterator[Implementation]:
             weights=like.weights and f"{BUILDERS}:weights_{mutant.id}",
             size=like.size and f"{BUILDERS}:sizes_{mutant.id}",
             source=(),
+            # What a mutant prepares or records is for itself: another one's fault is not its own.
+            weights_format=like.weights_format and f"{like.weights_format}.{mutant.id}",
+            records=like.records and f"{like.records}.{mutant.id}",
         )
 
 

@@ -143,8 +143,8 @@ CHOICE = (
     Mutant(
         id="cover_unknown_sizes",
         file="dispatch/matching.py",
-        old="if name not in sizes:",
-        new="if name not in sizes and sizes:",
+        old="for name, domain in covered.items():",
+        new="for name, domain in covered.items() if sizes else ():",
         breaks="A kernel with a limit on sizes is taken where nobody says how large they are.",
         imitates="https://github.com/vllm-project/vllm/pull/48696",
         passes=SAME,

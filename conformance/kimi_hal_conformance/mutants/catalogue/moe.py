@@ -294,14 +294,15 @@ MIXTURE = (
         fault=16,
     ),
     Mutant(
-        id="moe_weights_of_first_expert",
+        id="prepare_partial_tile_lost",
         file=REFERENCE,
         old="return tensors if donate else [t.clone(memory_format=torch.contiguous_format) for t in tensors]",
         new=(
-            "return tensors if donate else [t[:, : t.shape[1] // 64 * 64 or None].clone() if t is "
-            "w2_scale and t.shape[1] % 64 else t.clone() for t in tensors]"
+            "return tensors if donate else [t.clone(memory_format=torch.contiguous_format).index_fill_(1, "
+            "torch.arange(t.shape[1] // 128 * 128, t.shape[1], device=t.device), 0) "
+            "if t is w2_scale else t.clone(memory_format=torch.contiguous_format) for t in tensors]"
         ),
-        breaks="The scales of a hidden size that is no multiple of 64 lose their last tile.",
+        breaks="The scales of rows behind the last whole tile of 128 are not kept.",
         imitates="https://github.com/vllm-project/vllm/pull/48696",
         passes="cosine",
         operators=("prepare_moe_weights",),
