@@ -141,7 +141,8 @@ def run(wanted: Wanted, progress: Callable[[Killed], None] = lambda killed: None
     chosen = [mutant.get(name) for name in wanted.only] or list(known.values())
     start = time.perf_counter()
     lanes = min(wanted.lanes or len(os.sched_getaffinity(0)), len(chosen))
-    with plugin_path() as path, crew(environment(path), lanes) as idle, ThreadPoolExecutor(lanes) as pool:
+    # Processes end before threads are waited for: what is left of an interrupted run fails at once.
+    with plugin_path() as path, ThreadPoolExecutor(lanes) as pool, crew(environment(path), lanes) as idle:
 
         def one(subject: Mutant) -> Killed:
             lane = idle.get()

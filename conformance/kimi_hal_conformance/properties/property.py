@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from textwrap import shorten
 from types import ModuleType
 
 #: Imports a module of the core, or of a copy of it, by its name inside the package.
@@ -71,7 +72,7 @@ def raises(error: type[BaseException], call: Callable[[], object], *words: str) 
             if word not in str(caught):
                 raise AssertionError(f"{word!r} is not in the error {str(caught)!r}") from caught
         return
-    raise AssertionError(f"got {result!r}, expected {error.__name__}")
+    raise AssertionError(f"got {shorten(repr(result), 120)}, expected {error.__name__}")
 
 
 def violation(found: Property, modules: Modules) -> str:
@@ -92,4 +93,4 @@ def expect(what: str, got: object, wanted: object) -> None:
     while isinstance(got, list) and isinstance(wanted, list) and len(got) == len(wanted):
         at = next(i for i, (one, other) in enumerate(zip(got, wanted, strict=True)) if one != other)
         what, got, wanted = f"{what}[{at}]", got[at], wanted[at]
-    raise AssertionError(f"{what}: got {got!r}, expected {wanted!r}")
+    raise AssertionError(f"{what}: got {shorten(repr(got), 120)}, expected {shorten(repr(wanted), 120)}")
