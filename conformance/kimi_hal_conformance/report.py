@@ -89,7 +89,7 @@ def summary(report: Report) -> str:
         word = "does NOT conform"
     else:
         word = "is NOT proven: nothing ran"
-    return f"{what} {word}: {counts or 'it implements no operator'}"
+    return f"{what} {word}: {counts or 'nothing fits what was asked for'}"
 
 
 def write_json(report: Report, path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -85,6 +84,11 @@ class Trial:
     cases: tuple[Case, ...]
     left_out: tuple[tuple[str, str], ...]
 
+    @property
+    def key(self) -> tuple[str, str]:
+        """Return what tells it from the others: an implementation's name may stand for several operators."""
+        return self.implementation.operator, self.full_name
+
 
 def run(request: Request, progress: Callable[[Verdict], None] = lambda verdict: None) -> Report:
     """Run the chosen cases of a backend and return the report.
@@ -101,16 +105,14 @@ def run(request: Request, progress: Callable[[Verdict], None] = lambda verdict: 
     registry = load_plugins(Settings(backend=request.backend))
     loaded, probe = registry.get(request.backend), registry.probe(request.backend)
     trials = list(on_trial(loaded, probe, request))
-    batches = {t.full_name + t.implementation.operator: batch(t, loaded, request) for t in trials if t.cases}
+    recorded = tuple(on_record(t, loaded) for t in trials)  # before anything runs
+    running = [t for t in trials if t.cases]
+    environment = child_environment(request)
     outcome = run_batches(
-        list(batches.values()), child_environment(request), lanes(loaded, request), progress
+        [batch(t, loaded, request) for t in running], environment, lanes(loaded, request), progress
     )
-    answers = dict(zip(batches, outcome.verdicts, strict=True))
-    verdicts = [
-        msg
-        for trial in trials
-        for msg in concluded(trial, answers.get(trial.full_name + trial.implementation.operator, ()), request)
-    ]
+    answers = dict(zip((t.key for t in running), outcome.verdicts, strict=True))
+    verdicts = [v for t in trials for v in concluded(t, answers.get(t.key, ()), request)]
     return Report(
         schema_version=SCHEMA_VERSION,
         suite_version=__version__,
@@ -120,7 +122,7 @@ def run(request: Request, progress: Callable[[Verdict], None] = lambda verdict: 
         seed=request.seed,
         versions=versions(loaded, probe) | outcome.versions,
         devices=tuple(probe.devices),
-        implementations=tuple(on_record(t, loaded) for t in trials),
+        implementations=recorded,
         not_implemented=tuple(op for op in ops.OPERATORS if not candidates(loaded, op)),
         started=started.isoformat(timespec="seconds"),
         seconds=time.perf_counter() - begin,
@@ -297,7 +299,4 @@ def replay(verdict: Verdict, request: Request) -> str:
 
 def operators_without_cases() -> list[str]:
     """Return the operators that no case covers: a fault of the suite."""
-    covered: dict[str, int] = defaultdict(int)
-    for case in cases.CASES.values():
-        covered[case.operator] += 1
-    return sorted(op for op in ops.OPERATORS if not covered[op])
+    return sorted(set(ops.OPERATORS) - {case.operator for case in cases.CASES.values()})

@@ -225,7 +225,10 @@ def test_what_did_not_run_is_counted_by_reason() -> None:
             "acme (native, profile quick, 12 s) does NOT conform: 1 passed, 1 hung",
         ),
         ((verdict(NOT_RUN),), "acme (native, profile quick, 12 s) is NOT proven: nothing ran: 1 not run"),
-        ((), "acme (native, profile quick, 12 s) is NOT proven: nothing ran: it implements no operator"),
+        (
+            (),
+            "acme (native, profile quick, 12 s) is NOT proven: nothing ran: nothing fits what was asked for",
+        ),
     ],
 )
 def test_the_last_line_says_what_the_run_proves(verdicts: tuple[Verdict, ...], line: str) -> None:
