@@ -142,6 +142,8 @@ def test_the_script_says_yes_to_everything() -> None:
     assert lines[4] == "prefix   256 of 270 tokens found; the same bits: yes"
     assert lines[5].endswith("tokens and states as decoded: yes")
     assert lines[6].startswith("DCP 2    24 selections, the same bits: yes; attention differs by 0.2")
+    shown = (EXAMPLES.parent / "docs" / "integrator.md").read_text().partition("## An engine in a page")[2]
+    assert shown.partition("```text\n")[2].partition("```")[0].splitlines() == lines
 
 
 @pytest.mark.full
