@@ -75,7 +75,7 @@ MUTANTS = (
         id="index_missing_page_read",
         file=REFERENCE,
         old="missing = (page < 0) | (page >= cache.shape[0])",
-        new="missing = page >= cache.shape[0]",
+        new="page, missing = page % cache.shape[0], page >= cache.shape[0]",
         breaks="A page of -1 is dereferenced as the last page.",
         imitates="https://github.com/radixark/miles/pull/2079",
         passes="deepgemm",
@@ -111,7 +111,7 @@ MUTANTS = (
         file=REFERENCE,
         old="slots = page * fmt.page + position % fmt.page",
         new=(
-            "slots = ((page * fmt.page_bytes).int() // fmt.page_bytes).long() * fmt.page + position % "
+            "slots = ((page * fmt.page_bytes).int() // fmt.page_bytes).long() % cache.shape[0] * fmt.page + position % "
             "fmt.page"
         ),
         breaks="A page's byte offset is formed in 32 bits and wraps at 2^31.",
@@ -146,7 +146,10 @@ MUTANTS = (
         id="index_padding_writes_last_slot",
         file=REFERENCE,
         old="live = (slots >= 0) & (slots < cache.shape[0] * fmt.page)",
-        new="live = slots < cache.shape[0] * fmt.page",
+        new=(
+            "live = (slots := slots.where(slots >= 0, cache.shape[0] * fmt.page - 1)) "
+            "< cache.shape[0] * fmt.page"
+        ),
         breaks="A slot of -1 is a Python-style index: the last key of the cache is overwritten.",
         imitates="https://github.com/vllm-project/vllm/issues/43810",
         passes="flashmla",

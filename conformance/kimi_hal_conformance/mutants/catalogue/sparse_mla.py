@@ -45,7 +45,7 @@ ATTEND = (
         id="attn_padding_reads_last_slot",
         file=REFERENCE,
         old="chosen = slots[slots >= 0]",
-        new="chosen = slots",
+        new="chosen = slots % (cache.shape[0] * spec.page)",
         breaks="An index of -1 is dereferenced: it addresses a row that no one selected.",
         imitates="https://github.com/radixark/miles/pull/2079",
         passes="flashmla",
@@ -218,7 +218,10 @@ STORE = (
         id="latent_padding_writes_last_slot",
         file=REFERENCE,
         old="live = (slots >= 0) & (slots < cache.shape[0] * spec.page)",
-        new="live = slots < cache.shape[0] * spec.page",
+        new=(
+            "live = (slots := slots.where(slots >= 0, cache.shape[0] * spec.page - 1)) "
+            "< cache.shape[0] * spec.page"
+        ),
         breaks="A slot of -1 is a Python-style index: the last slot of the cache is overwritten.",
         imitates="https://github.com/vllm-project/vllm/issues/43810",
         passes="flashmla",
