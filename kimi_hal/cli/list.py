@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from kimi_hal.dispatch.candidate import COMPOSED
+from kimi_hal.dispatch import composed
 from kimi_hal.dispatch.contract import Capability, Implementation
 from kimi_hal.dispatch.loader import Loaded, Registry, candidates, load
 from kimi_hal.ops import OPERATORS
@@ -55,7 +55,7 @@ def available(loaded: Loaded, operator: str) -> list[Implementation]:
     found = []
     for item in candidates(loaded, operator):
         ways = item.execution
-        if item.name == COMPOSED:
+        if item.name == composed.NAME:
             ways = tuple(way for way in ways if all(runs(loaded, part, way) for part in needed))
         if ways:
             found.append(dataclasses.replace(item, execution=ways))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kimi_hal.dispatch import matching
+from kimi_hal.dispatch import composed, matching
 from kimi_hal.dispatch.contract import Capability, Implementation, Preference, Probe
 from kimi_hal.dispatch.loader import Loaded, Registry, candidates
 from kimi_hal.dispatch.matching import Target
@@ -15,7 +15,6 @@ from kimi_hal.ops.operator import OPERATORS, Operator
 
 #: ``Backend.torch_device`` of code that runs wherever torch does.
 ANY_DEVICE = "*"
-COMPOSED = "composed"
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ def _assess(request: Request, wish: Wish, loaded: Loaded, probe: Probe, item: Im
     full_name = f"{loaded.name}.{item.name}"
     named = wish.implementation == full_name
     execution, reasons = _execution(request, loaded, probe, item)
-    target = _target(loaded, probe, execution)
+    target = _target(probe, execution)
     capability, uncovered = _covering(request, item, target, named)
     admitted = named or set(item.numerics) <= set(request.spec.numerics)
     if not admitted:
@@ -167,7 +166,7 @@ def _interpreter(request: Request) -> str:
     return f"KIMI_HAL_EXECUTION=interpreted runs on the CPU; plan with device='cpu', not {request.device!r}"
 
 
-def _target(loaded: Loaded, probe: Probe, execution: str) -> Target:
+def _target(probe: Probe, execution: str) -> Target:
     foreign = execution != "native" or not probe.present
     return Target(arch="" if foreign else probe.arch, facts=probe.facts, foreign=foreign)
 
@@ -203,7 +202,7 @@ def _rounds(item: Implementation, request: Request) -> str:
 
 def _fused(request: Request, item: Implementation) -> Iterator[str]:
     """Yield the parts that ``KIMI_HAL_OPS`` names and that a fused kernel would not run."""
-    if item.name == COMPOSED:
+    if item.name == composed.NAME:
         return
     for part in sorted(_parts(request.op)):
         full_name = request.settings.override(part)

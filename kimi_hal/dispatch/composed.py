@@ -14,9 +14,10 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from kimi_hal import formats
-from kimi_hal.dispatch.contract import Backend, BuildContext, Capability, Implementation, Properties, Sizes
+from kimi_hal.dispatch import contract, signatures
+from kimi_hal.dispatch.contract import BuildContext, Capability, Implementation, Properties, Sizes
 from kimi_hal.errors import KimiHalError, SelectionError
-from kimi_hal.ops.composites import Part, ordered_weights, part_specs, weight_names
+from kimi_hal.ops.composites import Part, ordered_weights, part_specs
 from kimi_hal.ops.operator import Operator, get
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ NAME = "composed"
 #: Bytes that a part's share of the step buffer is aligned to.
 ALIGN = 256
 #: The stages of graph capture, from the least.
-CAPTURES = ("none", "piecewise", "full")
+CAPTURES = contract.CAPTURES
 #: What stands between the parts is deterministic; where it is matrix products, their bits depend on the batch.
 GLUE = Properties(deterministic=True, batch_invariant=True, capture="full", concurrent=True)
 GLUE_OF = {"moe_layer": Properties(deterministic=True, capture="full", concurrent=True)}
@@ -34,8 +35,8 @@ GLUE_OF = {"moe_layer": Properties(deterministic=True, capture="full", concurren
 PlanPart = Callable[[Part], Any]
 
 
-def implementation(backend: Backend, op: Operator) -> Implementation:
-    """Return the declaration of ``<backend>.composed`` for one composite."""
+def implementation(op: Operator) -> Implementation:
+    """Return the declaration of ``<backend>.composed`` for one composite; it is the same for every backend."""
     return _implementation(op, formats.names())
 
 
@@ -166,6 +167,21 @@ def _runs(ctx: BuildContext) -> dict[str, Callable[..., Any]]:
     return {name: plan.run for name, plan in ctx.parts.items()}
 
 
+def _joined(ctx: BuildContext, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function with the operator's signature that checks a call, then gives it to ``call``.
+
+    ``call`` takes the operands by name, the parts' share of step and workspace (``more``), and all arguments.
+    """
+    op, buffers, check = get(ctx.operator), Buffers.of(ctx.parts), ctx.check
+
+    def checked(given: dict[str, Any]) -> Any:
+        check(**given)
+        operands = {name: given[name] for name in op.args}
+        return call(operands, buffers.more(given.get("step"), given["workspace"]), given)
+
+    return signatures.function(op, op.name, checked)
+
+
 def _dsa_decode(ctx: BuildContext) -> Callable[..., Any]:
     from kimi_hal.reference.composites import compose_dsa_decode
 
@@ -173,48 +189,12 @@ def _dsa_decode(ctx: BuildContext) -> Callable[..., Any]:
     runs = _runs(ctx)
     body = compose_dsa_decode(ctx.spec, runs, group)
     last = "merge_attn_states" if group is not None else "sparse_mla"
-    buffers, check = Buffers.of(ctx.parts), ctx.check
 
-    def run(
-        q: Any,
-        index_q: Any,
-        index_w: Any,
-        latent_cache: Any,
-        index_cache: Any,
-        latent_table: Any,
-        index_table: Any,
-        row_req: Any,
-        row_len: Any,
-        k_scale: Any = None,
-        q_scale: Any = None,
-        *,
-        step: Any = None,
-        out: Any = None,
-        lse_out: Any = None,
-        workspace: Any = None,
-    ) -> Any:
-        check(
-            q=q,
-            index_q=index_q,
-            index_w=index_w,
-            latent_cache=latent_cache,
-            index_cache=index_cache,
-            latent_table=latent_table,
-            index_table=index_table,
-            row_req=row_req,
-            row_len=row_len,
-            k_scale=k_scale,
-            q_scale=q_scale,
-            step=step,
-            out=out,
-            lse_out=lse_out,
-            workspace=workspace,
-        )
-        more = buffers.more(step, workspace)
-        more.setdefault(last, {}).update(out=out, lse_out=lse_out)
-        caches = (latent_cache, index_cache, latent_table, index_table)
-        return body(q, index_q, index_w, *caches, row_req, row_len, k_scale, q_scale, more=more)
+    def call(operands: dict[str, Any], more: dict[str, dict[str, Any]], given: dict[str, Any]) -> Any:
+        more.setdefault(last, {}).update(out=given["out"], lse_out=given["lse_out"])
+        return body(**operands, more=more)
 
+    run = _joined(ctx, call)
     flag = getattr(runs.get("topk_merge"), "flag", None)
     if flag is not None:  # rows that a captured merge could not answer
         run.flag = flag  # type: ignore[attr-defined]
@@ -226,39 +206,7 @@ def _kda_layer_decode(ctx: BuildContext) -> Callable[..., Any]:
 
     from kimi_hal.reference.composites import compose_kda_layer_decode
 
-    body = compose_kda_layer_decode(ctx.spec, _runs(ctx), torch.float32)
-    buffers, check = Buffers.of(ctx.parts), ctx.check
-
-    def run(
-        x: Any,
-        raw_g: Any,
-        raw_beta: Any,
-        out_gate: Any,
-        weights: Any,
-        conv_state: Any,
-        state: Any,
-        state_ids: Any,
-        *,
-        out: Any = None,
-        workspace: Any = None,
-    ) -> Any:
-        check(
-            x=x,
-            raw_g=raw_g,
-            raw_beta=raw_beta,
-            out_gate=out_gate,
-            weights=weights,
-            conv_state=conv_state,
-            state=state,
-            state_ids=state_ids,
-            out=out,
-            workspace=workspace,
-        )
-        more = buffers.more(None, workspace)
-        o = body(x, raw_g, raw_beta, out_gate, weights, conv_state, state, state_ids, more=more)
-        return o.bfloat16() if out is None else out.copy_(o)
-
-    return run
+    return _joined(ctx, _rounded(compose_kda_layer_decode(ctx.spec, _runs(ctx), torch.float32)))
 
 
 def _moe_layer(ctx: BuildContext) -> Callable[..., Any]:
@@ -268,22 +216,17 @@ def _moe_layer(ctx: BuildContext) -> Callable[..., Any]:
 
     group = ctx.group if ctx.spec.tp > 1 else None
     body = compose_moe_layer(ctx.spec, _runs(ctx), group, wide=torch.float32, narrow=torch.bfloat16)
-    buffers, check = Buffers.of(ctx.parts), ctx.check
+    return _joined(ctx, _rounded(body))
 
-    def run(
-        x: Any,
-        weights: Any,
-        num_tokens: Any = None,
-        *,
-        step: Any = None,
-        out: Any = None,
-        workspace: Any = None,
-    ) -> Any:
-        check(x=x, weights=weights, num_tokens=num_tokens, step=step, out=out, workspace=workspace)
-        y = body(x, weights, num_tokens, more=buffers.more(step, workspace))
-        return y.bfloat16() if out is None else out.copy_(y)
 
-    return run
+def _rounded(body: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a call of a body whose one result is rounded once, to bf16 or into the caller's ``out``."""
+
+    def call(operands: dict[str, Any], more: dict[str, dict[str, Any]], given: dict[str, Any]) -> Any:
+        result, out = body(**operands, more=more), given["out"]
+        return result.bfloat16() if out is None else out.copy_(result)
+
+    return call
 
 
 _BUILDERS: Mapping[str, Callable[[BuildContext], Callable[..., Any]]] = {
@@ -325,9 +268,9 @@ def weights(ctx: BuildContext, *, donate: bool = False, **checkpoint: Any) -> li
     Raises:
         ContractError: names that are missing or not known.
     """
-    tensors = ordered_weights(ctx.operator, ctx.spec, checkpoint)
-    if ctx.operator != "moe_layer":
-        return tensors
-    dense, names = tensors[:-4], weight_names(ctx.operator, ctx.spec)[-4:]
-    packed = dict(zip(names, tensors[-4:], strict=True))
-    return [*dense, *ctx.parts["moe_experts"].weights(donate=donate, **packed)]
+    return ordered_weights(
+        ctx.operator,
+        ctx.spec,
+        checkpoint,
+        lambda **experts: ctx.parts["moe_experts"].weights(donate=donate, **experts),
+    )

@@ -265,4 +265,4 @@ def candidates(loaded: Loaded, operator: str) -> tuple[Implementation, ...]:
         return own
     from kimi_hal.dispatch.composed import implementation
 
-    return (*own, implementation(loaded.backend, op))
+    return (*own, implementation(op))

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kimi_hal.dispatch import policy
-from kimi_hal.dispatch.candidate import ANY_DEVICE, COMPOSED, Assessment, Candidate, assess
+from kimi_hal.dispatch import composed, policy
+from kimi_hal.dispatch.candidate import ANY_DEVICE, Assessment, Candidate, assess
 from kimi_hal.dispatch.contract import Backend, Capability, Implementation, Probe
 from kimi_hal.dispatch.loader import Registry
 from kimi_hal.dispatch.wish import REFERENCE, Request, Wish, wish
@@ -101,7 +101,7 @@ def decide(request: Request, registry: Registry) -> Choice:
     chosen = _pick(request, asked, assessed) or _fallback(request, asked, assessed)
     if chosen is None:
         raise _refusal(request, asked, assessed, registry)
-    return _choice(request, asked, chosen, assessed, registry)
+    return _choice(asked, chosen, assessed, registry)
 
 
 def _pick(request: Request, asked: Wish, assessed: list[Assessment]) -> Assessment | None:
@@ -126,7 +126,7 @@ def _fallback(request: Request, asked: Wish, assessed: list[Assessment]) -> Asse
 
 def _best(fits: list[Assessment]) -> list[Assessment]:
     """Return those of the largest rank; one kernel for a composite goes before its composition."""
-    fits = [a for a in fits if a.implementation.name != COMPOSED] or fits
+    fits = [a for a in fits if a.implementation.name != composed.NAME] or fits
     top = max((a.rank for a in fits), default=None)
     return [a for a in fits if a.rank == top]
 
@@ -135,9 +135,7 @@ def _reference(assessed: list[Assessment]) -> list[Assessment]:
     return [a for a in assessed if a.loaded.name == REFERENCE and not a.refusals]
 
 
-def _choice(
-    request: Request, asked: Wish, chosen: Assessment, assessed: list[Assessment], registry: Registry
-) -> Choice:
+def _choice(asked: Wish, chosen: Assessment, assessed: list[Assessment], registry: Registry) -> Choice:
     assert chosen.capability is not None  # nothing is chosen that is not covered
     beaten = (f"{chosen.full_name} is preferred",)
     return Choice(
@@ -172,7 +170,7 @@ def _why(asked: Wish, chosen: Assessment, assessed: list[Assessment]) -> str:
 
 
 def _preferred(chosen: Assessment, others: list[Assessment]) -> Iterable[str]:
-    ranked = [a for a in others if a.implementation.name != COMPOSED]
+    ranked = [a for a in others if a.implementation.name != composed.NAME]
     if ranked and chosen.preference is not None:
         measured = f" ({chosen.preference.measured})" if chosen.preference.measured else ""
         yield f"rank {chosen.preference.rank}{measured} before {', '.join(a.full_name for a in ranked)}"

@@ -7,7 +7,7 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from kimi_hal.dispatch import contract, versions
+from kimi_hal.dispatch import composed, contract, versions
 from kimi_hal.dispatch.contract import (
     API_VERSION,
     Backend,
@@ -26,7 +26,7 @@ from kimi_hal.settings import prefix
 NAME = re.compile(r"[a-z][a-z0-9_]*")
 REFERENCE_TO = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 #: ``auto`` means no plugin, ``composed`` is what the core makes of a backend's parts.
-RESERVED_BACKENDS, RESERVED_IMPLEMENTATIONS = ("auto",), ("composed",)
+RESERVED_BACKENDS, RESERVED_IMPLEMENTATIONS = ("auto",), (composed.NAME,)
 CONTIGUOUS = ("last", "heads", "all")
 TIE_RULES, WRITER_TIES = ("contract", "any"), ("even", "away", "down")
 #: Spec field -> kind of the format that it names.
@@ -47,7 +47,7 @@ def backend_problems(name: str, backend: Any) -> Iterator[str]:
         yield f"kimi_hal_backend() must return a Backend, it returned {_kind(backend)}"
         return
     if backend.api_version != API_VERSION:
-        yield _versions(name, backend.api_version)
+        yield _versions(backend.api_version)
         return  # other fields may have changed their meaning
     if backend.name != name:
         yield f"its entry point is named {name!r} but its Backend {backend.name!r}; they must be equal"
@@ -89,7 +89,7 @@ def probe_problems(probe: Any) -> Iterator[str]:
         yield "an absent device needs `why`, what was looked for and not found"
 
 
-def _versions(name: str, theirs: Any) -> str:
+def _versions(theirs: Any) -> str:
     which = (
         "a newer kimi-hal" if isinstance(theirs, int) and theirs > API_VERSION else "a newer version of it"
     )

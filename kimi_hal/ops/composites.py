@@ -523,8 +523,16 @@ def weight_names(composite: str, spec: Any) -> tuple[str, ...]:
     return ()
 
 
-def ordered_weights(composite: str, spec: Any, checkpoint: Mapping[str, Any]) -> list[Any]:
+def ordered_weights(
+    composite: str, spec: Any, checkpoint: Mapping[str, Any], prepare: Callable[..., list[Any]]
+) -> list[Any]:
     """Return the checkpoint's tensors of a composite in their order.
+
+    Args:
+        composite: its name.
+        spec: its Spec.
+        checkpoint: tensors by ``weight_names``.
+        prepare: gets the experts' four tensors by name; what it returns stands in their place.
 
     Raises:
         ContractError: names that are missing or not known, all together.
@@ -534,4 +542,7 @@ def ordered_weights(composite: str, spec: Any, checkpoint: Mapping[str, Any]) ->
     reasons += [f"weights take no {name}={nearest(name, names)}" for name in checkpoint if name not in names]
     if reasons:
         raise ContractError(composite, reasons)
-    return [checkpoint[name] for name in names]
+    if composite != "moe_layer":
+        return [checkpoint[name] for name in names]
+    dense, experts = names[:-4], names[-4:]
+    return [*(checkpoint[name] for name in dense), *prepare(**{name: checkpoint[name] for name in experts})]

@@ -7,7 +7,6 @@ automatic implementation of a backend gives it that backend's planned operators 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -21,6 +20,7 @@ from kimi_hal.ops.kda import KDASpec
 from kimi_hal.ops.operator import get
 from kimi_hal.parallel.exchange import exchange_heads, gather_heads, sum_in_rank_order
 from kimi_hal.parallel.groups import Group, require
+from kimi_hal.reference.backend import function
 from kimi_hal.reference.kda import gated_rms_norm
 from kimi_hal.reference.moe import activate
 from kimi_hal.reference.sparse_mla import spans
@@ -36,9 +36,6 @@ KDA_ROWS = 1 << 10
 #: Rows computed at once: gate and up of the shared experts are 0.8 GB in float64 for 8,192 rows.
 MOE_ROWS = 1 << 13
 
-#: How many of ``moe_layer``'s weights stand before the prepared experts.
-DENSE_WEIGHTS = 7
-
 
 def reference_parts(
     composite: str, spec: Any, dtype: torch.dtype = torch.float32, group: Group | None = None
@@ -47,9 +44,8 @@ def reference_parts(
     found = {}
     for name, part in part_specs(composite, spec).items():
         op = get(part.operator)
-        fn = getattr(importlib.import_module(f"kimi_hal.reference.{op.family}"), op.name)
         context = {"group": group} if op.grouped else {}
-        found[name] = partial(fn, part.spec, dtype=dtype, **context)
+        found[name] = partial(function(op), part.spec, dtype=dtype, **context)
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kimi_hal.dispatch.contract import BuildContext
-from kimi_hal.ops.composites import ordered_weights, weight_names
+from kimi_hal.ops.composites import ordered_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,8 +26,9 @@ def weights(ctx: BuildContext, *, donate: bool = False, **checkpoint: Any) -> li
 
     if ctx.operator == "moe_experts":
         return prepare_moe_weights(ctx.spec, **checkpoint, donate=donate)
-    tensors = ordered_weights(ctx.operator, ctx.spec, checkpoint)
-    if ctx.operator != "moe_layer":
-        return tensors
-    experts = dict(zip(weight_names(ctx.operator, ctx.spec)[-4:], tensors[-4:], strict=True))
-    return [*tensors[:-4], *prepare_moe_weights(ctx.spec.experts, **experts, donate=donate)]
+    return ordered_weights(
+        ctx.operator,
+        ctx.spec,
+        checkpoint,
+        lambda **experts: prepare_moe_weights(ctx.spec.experts, **experts, donate=donate),
+    )

@@ -444,7 +444,7 @@ def pair(monkeypatch):
     op = dataclasses.replace(sparse_mla, name="pair", parts=("store_latent", "sparse_mla"))
     monkeypatch.setitem(OPERATORS, "pair", op)
     composed = types.ModuleType("kimi_hal.dispatch.composed")
-    composed.implementation = lambda backend, op: implementation(
+    composed.implementation = lambda op: implementation(
         "composed", op.name, (capability(arch=("*",)),), preferences=(Preference(rank=1000),)
     )
     monkeypatch.setitem(sys.modules, composed.__name__, composed)
