@@ -30,8 +30,7 @@ def build(ctx):
     op, right = OPERATORS[ctx.operator], backend.build(ctx)
 
     def call(given):
-        args, kwargs = signatures.split(op, given)
-        results = right(*args, **kwargs)
+        results = signatures.apply(op, right, given)
         return SPOILT[op.name](results, given) if op.name in SPOILT else results
 
     return signatures.function(op, f"fake_{op.name}", call)
@@ -99,7 +98,6 @@ def scribbles(ctx):
     def call(given):
         if given["workspace"] is not None:
             given["workspace"].fill_(0xAB)
-        args, kwargs = signatures.split(OPERATORS[ctx.operator], given)
-        return right(*args, **kwargs)
+        return signatures.apply(OPERATORS[ctx.operator], right, given)
 
     return signatures.function(OPERATORS[ctx.operator], "scribbles", call)

@@ -24,12 +24,9 @@ def checked(op: Operator, spec: Spec, terms: Terms, run: Run) -> Run:
     def call(given: dict[str, Any]) -> Any:
         capture.refuse(op.name, given, "KIMI_HAL_CHECK=args reads values")
         validate(op, spec, terms, given)
-        args, kwargs = signatures.split(op, given)
-        return run(*args, **kwargs)
+        return signatures.apply(op, run, given)
 
-    made = signatures.function(op, f"checked_{op.name}", call)
-    made.__dict__.update(getattr(run, "__dict__", {}))  # the test entries that a run function carries
-    return made
+    return signatures.around(op, "checked", run, call)
 
 
 def validate(op: Operator, spec: Spec, terms: Terms, given: Mapping[str, Any]) -> None:

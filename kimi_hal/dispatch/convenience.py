@@ -64,8 +64,7 @@ def run(op: Operator, spec: Spec, args: tuple[Any, ...], operands: Mapping[str, 
         raise ContractError(op.name, reasons)
     plan = kept(op, spec, given)
     _buffers(op, plan, given)
-    args_, keywords = signatures.split(op, given)
-    return plan.run(*args_, **keywords)
+    return signatures.apply(op, plan.run, given)
 
 
 def kept(op: Operator, spec: Spec, given: Mapping[str, Any]) -> Plan:

@@ -71,22 +71,15 @@ def shadowed(shadow: Shadow, run: Run) -> Run:
         capture.refuse(shadow.op.name, given, "KIMI_HAL_CHECK=shadow compares values")
         number = next(calls)
         if (number - 1) % shadow.every:
-            return _run(shadow.op, run, given)
+            return signatures.apply(shadow.op, run, given)
         before = _before(shadow, given)
-        results = _run(shadow.op, run, given)
+        results = signatures.apply(shadow.op, run, given)
         reasons = list(_compare(shadow, given, before, results))
         if reasons:
             raise ShadowError(shadow.op.name, shadow.name, number, reasons)
         return results
 
-    made = signatures.function(shadow.op, f"shadowed_{shadow.op.name}", call)
-    made.__dict__.update(getattr(run, "__dict__", {}))
-    return made
-
-
-def _run(op: Operator, run: Run, given: Mapping[str, Any]) -> Any:
-    args, kwargs = signatures.split(op, dict(given))
-    return run(*args, **kwargs)
+    return signatures.around(shadow.op, "shadowed", run, call)
 
 
 def _before(shadow: Shadow, given: Mapping[str, Any]) -> Snapshot:
@@ -107,15 +100,15 @@ def _before(shadow: Shadow, given: Mapping[str, Any]) -> Snapshot:
 def _compare(shadow: Shadow, given: Mapping[str, Any], before: Snapshot, results: Any) -> Iterator[str]:
     """Run the reference on the copies and yield every difference."""
     op = shadow.op
-    outputs = dict(zip([o.keyword for o in op.outs], _tuple(results), strict=True)) if op.outs else {}
+    outputs = dict(zip([o.keyword for o in op.outs], op.results(results), strict=True))
     operands = {**given, **before.arguments}
     for name in ("step", "workspace", *outputs):
         if name in operands:
             operands[name] = None
     if op.sizes is not None and outputs:  # a width that the caller chose is the reference's as well
         operands.update({name: _blank(tensor) for name, tensor in outputs.items()})
-    results = _tuple(_run(op, shadow.reference, operands))
-    expected = dict(zip(outputs, results, strict=True)) if outputs else {}
+    answers = op.results(signatures.apply(op, shadow.reference, operands))
+    expected = dict(zip(outputs, answers, strict=True))
     yield from _outputs(shadow, given, outputs, expected)
     for label, now, kept in before.written(given):
         yield from _written(shadow, given, label, now, kept)
@@ -173,7 +166,3 @@ def _blank(tensor: Any) -> Any:
     return (
         blank.fill_(-float("inf")) if tensor.dtype.is_floating_point and tensor.element_size() > 1 else blank
     )
-
-
-def _tuple(results: Any) -> tuple[Any, ...]:
-    return results if isinstance(results, tuple) else (results,)

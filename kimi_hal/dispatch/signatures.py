@@ -51,6 +51,15 @@ def function(op: Operator, name: str, call: Callable[[dict[str, Any]], Any]) -> 
     return made
 
 
+def around(
+    op: Operator, prefix: str, run: Callable[..., Any], call: Callable[[dict[str, Any]], Any]
+) -> Callable[..., Any]:
+    """Return ``call`` in the place of ``run``: as ``function``, with the test entries that ``run`` carries."""
+    made = function(op, f"{prefix}_{op.name}", call)
+    made.__dict__.update(getattr(run, "__dict__", {}))
+    return made
+
+
 def bound(op: Operator, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Return a call's arguments by name, defaults filled in.
 
@@ -65,12 +74,12 @@ def bound(op: Operator, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> d
     return dict(given.arguments)
 
 
-def split(op: Operator, given: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Return arguments by name as (positional, keyword-only) for a call."""
+def apply(op: Operator, run: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+    """Call a run function with arguments by name, each passed as the operator's signature has it."""
     args, kwargs = [], {}
     for name, parameter in op.signature.parameters.items():
         if parameter.kind is Parameter.KEYWORD_ONLY:
             kwargs[name] = given[name]
         else:
             args.append(given[name])
-    return args, kwargs
+    return run(*args, **kwargs)

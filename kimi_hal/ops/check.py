@@ -161,12 +161,16 @@ def _each(name: str, arg: Arg, value: Any, found: list[str]) -> Iterator[tuple[s
         return
     entries = [(f"{name}[{i}]", v) for i, v in enumerate(value)] if arg.many else [(name, value)]
     for label, tensor in entries:
-        if not (hasattr(tensor, "dtype") and hasattr(tensor, "stride")):
+        if not _is_tensor(tensor):
             found.append(f"{label} must be a tensor, got {type(tensor).__name__}")
         elif kind := unusual(tensor):
             found.append(f"{label} must be a dense tensor, got a {kind} one")
         else:
             yield label, tensor
+
+
+def _is_tensor(value: Any) -> bool:
+    return hasattr(value, "dtype") and hasattr(value, "stride")
 
 
 def unusual(tensor: Any) -> str:
@@ -184,8 +188,7 @@ def _count(name: str, arg: Arg, dims: Dims, value: Any) -> Iterator[str]:
 
 
 def _presence(op: Operator, name: str, value: Any, rule: bool | None) -> Iterator[str]:
-    required = rule is True or (rule is None and op.signature.parameters[name].default is not None)
-    if value is None and required:
+    if value is None and op.required(name, rule):
         yield f"{name} is required by this Spec"
     if value is not None and rule is False:
         yield f"{name} is refused by this Spec"
@@ -275,7 +278,7 @@ def _outputs(
         dims.bound.update(op.sizes(spec, terms.limits, tensors))
     for out in given:
         buffer = tensors[out.keyword]
-        if not hasattr(buffer, "dtype") or not hasattr(buffer, "stride"):
+        if not _is_tensor(buffer):
             yield f"{out.keyword} must be a tensor, got {type(buffer).__name__}"
             continue
         cap = terms.tensors.get(out.keyword)
@@ -302,7 +305,7 @@ def _buffers(tensors: Mapping[str, Any], terms: Terms, device: Any) -> Iterator[
         buffer = tensors.get(name)
         if buffer is None:
             continue
-        if not hasattr(buffer, "dtype") or not hasattr(buffer, "stride"):
+        if not _is_tensor(buffer):
             yield f"{name} must be a tensor, got {type(buffer).__name__}"
             continue
         if str(buffer.dtype) != "torch.uint8" or buffer.dim() != 1 or not buffer.is_contiguous():

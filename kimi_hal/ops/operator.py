@@ -143,6 +143,16 @@ class Operator:
         known = {*self.args, *(o.keyword for o in self.outs), "step", "workspace"}
         return tuple(name for name in self.signature.parameters if name not in known)
 
+    def required(self, name: str, rule: bool | None) -> bool:
+        """Tell whether a call must bring an argument: by the Spec's rule (``presence``), else by its default."""
+        return rule is True or (rule is None and self.signature.parameters[name].default is not None)
+
+    def results(self, returned: Any) -> tuple[Any, ...]:
+        """Return what a call returned as a tuple, one entry an output; empty where there are none."""
+        if not self.outs:
+            return ()
+        return returned if isinstance(returned, tuple) else (returned,)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run on tensors with Spec fields given by name; the plan is made once and kept."""
         from kimi_hal.dispatch.convenience import call

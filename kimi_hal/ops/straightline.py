@@ -77,8 +77,7 @@ class Writer:
                 yield from self._buffer(name, least)
 
     def _required(self, name: str) -> bool:
-        rule = self.rules.get(name)
-        return rule is True or (rule is None and self.op.signature.parameters[name].default is not None)
+        return self.op.required(name, self.rules.get(name))
 
     def _argument(self, name: str, arg: Arg) -> Iterator[str]:
         if self.rules.get(name) is False:

@@ -97,11 +97,10 @@ class Call:
         return self._rounded(results, shapes, given) if self.op.outs else results
 
     def _rounded(self, results: Any, shapes: tuple[OutputShape, ...], given: Mapping[str, Any]) -> Any:
-        results = results if isinstance(results, tuple) else (results,)
         inputs = [given[name] for name in self.inputs]
         outs = tuple(
             place(value, given[shape.keyword], torch_dtype(shape.dtype), inputs)
-            for value, shape in zip(results, shapes, strict=True)
+            for value, shape in zip(self.op.results(results), shapes, strict=True)
         )
         return outs if len(outs) > 1 else outs[0]
 

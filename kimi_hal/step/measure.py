@@ -79,8 +79,7 @@ def timed(
     if not op.mutated:
         found.run(**operands, **extra)
     seconds = hooks.time(lambda: kept.append(found.run(**operands, **extra)))
-    result = kept[-1]
-    return (result if isinstance(result, tuple) else (result,) if op.outs else ()), seconds
+    return op.results(kept[-1]), seconds
 
 
 def scratch(found: Plan, op: Operator, operands: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -107,8 +106,7 @@ def compare(
         exact["weights"] = list(reference.weights(**exact["weights"]))
     for name in op.mutated:
         exact[name] = exact[name].double() if exact[name].is_floating_point() else exact[name]
-    answers = function(op)(call.spec, **exact, dtype=torch.float64)
-    answers = answers if isinstance(answers, tuple) else (answers,) if op.outs else ()
+    answers = op.results(function(op)(call.spec, **exact, dtype=torch.float64))
     pairs = [*zip(results, answers, strict=True), *((after[n], exact[n]) for n in op.mutated)]
     pairs = [(got.cpu(), wanted.cpu()) for got, wanted in pairs if got.numel()]
     return max((difference(*pair) for pair in pairs), default=0.0), all(is_discrete(got) for got, _ in pairs)
