@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kimi_hal import formats
 from kimi_hal.errors import ContractError, FormatError, KimiHalError
-from kimi_hal.ops.moe import MoESpec
+from kimi_hal.ops.moe import MoESpec, expert_shapes
 
 NAME = re.compile(
     r"(?P<prefix>(?:.+\.)?layers\.(?P<layer>\d+)\.(?:.+\.)?experts)"
@@ -99,7 +99,7 @@ def read_experts(
     with ExitStack() as stack:
         files = [(path, stack.enter_context(_open(path))) for path in paths]
         parts = _find(files, layer)
-        _refuse(layer, list(_problems(spec, layer, parts, wanted, tp)))
+        _refuse(layer, list(_problems(spec, parts, wanted, tp)))
         return _read(spec, parts, wanted, tp_rank)
 
 
@@ -219,7 +219,7 @@ def _refuse(layer: int, problems: Sequence[str]) -> None:
         raise FormatError(f"layer {layer}: " + "; ".join(problems[:SHOWN]) + rest)
 
 
-def _problems(spec: MoESpec, layer: int, parts: _Parts, wanted: Sequence[int], tp: int) -> Iterator[str]:
+def _problems(spec: MoESpec, parts: _Parts, wanted: Sequence[int], tp: int) -> Iterator[str]:
     """Yield every tensor that is missing or is not what the Spec says, from the headers alone."""
     present = {expert for expert, _, _ in parts}
     missing = [e for e in wanted if e not in present]
@@ -256,13 +256,7 @@ def _part_problems(spec: MoESpec, part: _Part, matrix: str, kind: str, tp: int) 
 
 
 def _read(spec: MoESpec, parts: _Parts, wanted: Sequence[int], tp_rank: int) -> ExpertWeights:
-    size = spec.dims()
-    weights = ExpertWeights(
-        torch.empty((size["El"], size["2In"], size["Hid/2"]), dtype=torch.uint8),
-        torch.empty((size["El"], size["2In"], size["Hid/g"]), dtype=torch.uint8),
-        torch.empty((size["El"], size["Hid"], size["In/2"]), dtype=torch.uint8),
-        torch.empty((size["El"], size["Hid"], size["In/g"]), dtype=torch.uint8),
-    )
+    weights = ExpertWeights(*(torch.empty(shape, dtype=torch.uint8) for shape in expert_shapes(spec)))
     for local, expert in enumerate(wanted):
         for kind, w13, w2 in zip(KINDS, weights[:2], weights[2:], strict=True):
             gate, down, up = (parts[expert, matrix, kind].stored for matrix in MATRICES)

@@ -229,8 +229,14 @@ def prepare_moe_weights(
     that no token ever reaches is prepared like any other. An all-zero expert has finite scales and stays 0.
     Load time only; never captured.
 
-    Source: compressed-tensors ``mxfp4-pack-quantized``; byte layout in ``kimi_hal/formats.py``.
+    Source: compressed-tensors ``mxfp4-pack-quantized``; byte layout in ``docs/formats.md``.
     """
+
+
+def expert_shapes(spec: MoESpec) -> list[list[int]]:
+    """Return the shapes of w13, w13_scale, w2 and w2_scale, as ``prepare_moe_weights`` takes them."""
+    size = spec.dims()
+    return [[size[word] for word in arg.shape.split()] for arg in prepare_moe_weights.args.values()]
 
 
 def _experts_presence(spec: MoESpec) -> dict[str, bool]:

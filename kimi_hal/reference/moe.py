@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kimi_hal import formats
 from kimi_hal.errors import ContractError
-from kimi_hal.ops.moe import MoESpec, RouteSpec
+from kimi_hal.ops.moe import MoESpec, RouteSpec, expert_shapes
 from kimi_hal.reference.weights import FORMAT
 
 #: Router scores held at once, in elements: 32 Mi doubles and their sorted copies stay under 1 GiB.
@@ -165,13 +165,7 @@ def activate(spec: MoESpec, gate: Tensor, up: Tensor) -> Tensor:
 
 def _require_plain(spec: MoESpec, weights: list[Tensor]) -> None:
     """Refuse a list that another implementation prepared, or that another Spec was given for."""
-    size = spec.dims()
-    wanted = [
-        [size["El"], size["2In"], size["Hid/2"]],
-        [size["El"], size["2In"], size["Hid/g"]],
-        [size["El"], size["Hid"], size["In/2"]],
-        [size["El"], size["Hid"], size["In/g"]],
-    ]
+    wanted = expert_shapes(spec)
     found = [list(t.shape) for t in weights]
     if found != wanted or any(t.dtype != torch.uint8 for t in weights):
         given = ", ".join(f"{t.dtype} {list(t.shape)}".removeprefix("torch.") for t in weights) or "nothing"
