@@ -1,6 +1,8 @@
-"""The ``KIMI_HAL_*`` variables as one frozen object. Nothing else in the package reads the environment.
+"""The ``KIMI_HAL_*`` variables as one frozen object, from which everything that depends on them is decided.
 
 An unknown name or value is an error that names the nearest legal one, and every problem is told at once.
+``kimi_hal.triton`` alone reads a variable by itself, since Triton must know before it is imported whether it
+is to interpret.
 """
 
 from __future__ import annotations

@@ -258,7 +258,7 @@ def store_index_keys(k: Tensor, slots: Tensor, cache: Tensor) -> None:
     unless the slot is ``Spec.dump_slot`` (an engine that pads with slot 0 owns that slot and never reads it).
     T = 0 is legal.
 
-    Source: vLLM ``indexer_k_quant_and_cache``; byte layouts in ``kimi_hal/formats``; rule 6 of
+    Source: vLLM ``indexer_k_quant_and_cache``; byte layouts in ``docs/formats.md``; rule 6 of
     ``docs/contract.md``.
     """
 

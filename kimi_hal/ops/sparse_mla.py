@@ -161,7 +161,7 @@ def store_latent(
     ``pages * P`` writes nothing. Two live rows with one slot: either may win; an error in checked mode
     unless the slot is ``Spec.dump_slot``.
 
-    Source: HF ``KimiK3GatedMLA``; vLLM ``concat_and_cache_mla``; byte layouts in ``kimi_hal/formats.py``.
+    Source: HF ``KimiK3GatedMLA``; vLLM ``concat_and_cache_mla``; byte layouts in ``docs/formats.md``.
     """
 
 

@@ -186,9 +186,9 @@ class DCP(Record):
     """Decode context parallelism: which positions of a sequence this rank owns.
 
     ``owner(p) = (p // interleave) % world``; ``local(p) = (p // (world * interleave)) * interleave
-    + p % interleave`` (OPERATORS: vLLM's ``get_dcp_local_seq_lens``). ``index="replicated"`` says that
-    every rank holds all index keys, as SGLang 0.5.23 does: then a selection is global already and nothing
-    is merged.
+    + p % interleave`` (``docs/contract.md``; vLLM's ``get_dcp_local_seq_lens``). ``index="replicated"``
+    says that every rank holds all index keys, as SGLang 0.5.23 does: then a selection is global already and
+    nothing is merged.
     """
 
     world: int = 1
