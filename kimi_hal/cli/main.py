@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from kimi_hal import __version__
-from kimi_hal.errors import KimiHalError
+from kimi_hal.errors import KimiHalError, nearest
 
 #: command -> (module that holds ``command``, one line of help)
 COMMANDS = {
@@ -50,8 +50,6 @@ class LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Name the nearest command for an unknown one."""
-        from kimi_hal.errors import nearest
-
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             ctx.fail(f"no command {args[0]!r}{nearest(args[0], COMMANDS)}")
         return super().resolve_command(ctx, args)

@@ -11,18 +11,17 @@ from collections.abc import Callable
 from typing import Any
 
 CANARY = 0xA5
-#: Bytes that a guarded tensor's address is a multiple of.
-ALIGN = 256
 
 
 def guarded(shape: tuple[int, ...], dtype: str, guard: int, device: str) -> Any:
     """Return an uninitialised tensor that stands between two runs of canary bytes.
 
-    It starts at a multiple of 256 bytes, as a workspace must: torch's own host allocations need not. So
-    ``guard`` is rounded up, and up to 256 bytes more stand before the tensor.
+    It starts where a workspace may (``WORKSPACE_ALIGN``): torch's own host allocations need not. So ``guard``
+    is rounded up, and up to as many bytes more stand before the tensor.
     """
     import torch
 
+    from kimi_hal.ops.check import WORKSPACE_ALIGN as ALIGN
     from kimi_hal.ops.operator import torch_dtype
 
     element = torch_dtype(dtype)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kimi_hal.dispatch import fields, versions
@@ -31,7 +31,7 @@ class Target:
     """
 
     arch: str = ""
-    facts: Mapping[str, str] | None = None
+    facts: Mapping[str, str] = field(default_factory=dict)
     foreign: bool = False
 
 
@@ -116,7 +116,7 @@ def _within(value: Any, domain: Domain) -> bool:
 
 def _requires(required: Mapping[str, str], target: Target) -> Iterator[str]:
     for name, specifier in required.items():
-        version = (target.facts or {}).get(name) or _distribution(name)
+        version = target.facts.get(name) or _distribution(name)
         if version is None:
             if not target.foreign:
                 yield f"{name} is not installed; it needs {name}{specifier}"

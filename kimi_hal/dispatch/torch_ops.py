@@ -99,14 +99,14 @@ def autograd(op: Operator, name: str) -> Callable[..., Any]:
             )
         packet = getattr(getattr(torch.ops, schema.NAMESPACE), base)
         target = getattr(packet, overload or "default")
-        _bump(op, target, args, keywords)
+        _bump(target, args, keywords)
         with torch._C._AutoDispatchBelowAutograd():
             return target.redispatch(keys & torch._C._after_autograd_keyset, *args, **keywords)
 
     return call
 
 
-def _bump(op: Operator, target: Any, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+def _bump(target: Any, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
     """Tell autograd which arguments are written, so that a tensor saved for a backward is not used stale."""
     written = {a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
     given = dict(zip([a.name for a in target._schema.arguments], args, strict=False)) | dict(keywords)

@@ -96,11 +96,6 @@ def pack_nibbles(codes: Tensor) -> Tensor:
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
-def unpack_nibbles(packed: Tensor) -> Tensor:
-    """Undo ``pack_nibbles``: ``[..., K/2]`` bytes to ``[..., K]`` codes."""
-    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
-
-
 def decode_nibbles(packed: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the e2m1 values of packed bytes, ``[..., K/2]`` to ``[..., K]``, both nibbles by one lookup."""
     values = table(E2M1, dtype, packed.device)

@@ -104,7 +104,9 @@ class KDASpec(Spec):
 
 
 _QKV = {
-    name: Arg("bfloat16", f"T H {dim}", strided="inner") for name, dim in (("q", "K"), ("k", "K"), ("v", "V"))
+    "q": Arg("bfloat16", "T H K", strided="inner"),
+    "k": Arg("bfloat16", "T H K", strided="inner"),
+    "v": Arg("bfloat16", "T H V", strided="inner"),
 }
 _GATE = {
     "raw_g": Arg("spec.gate_dtype", "T H K", strided="inner"),

@@ -151,12 +151,12 @@ def test_nibbles_are_packed_even_element_low():
     codes = torch.arange(16, dtype=torch.uint8)
     packed = minifloat.pack_nibbles(codes)
     assert packed.tolist() == [0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE]
-    assert minifloat.unpack_nibbles(packed).tolist() == codes.tolist()
 
 
 def test_both_nibbles_of_every_byte_decode():
     packed = torch.arange(256, dtype=torch.uint8)[:, None]
-    expected = minifloat.decode(minifloat.unpack_nibbles(packed), ELEMENTS["e2m1"])
+    codes = torch.cat((packed & 15, packed >> 4), dim=1)
+    expected = minifloat.decode(codes, ELEMENTS["e2m1"])
     assert torch.equal(minifloat.decode_nibbles(packed), expected)
     assert torch.equal(minifloat.decode_nibbles(packed)[0x5B], torch.tensor([-1.5, 3.0]))
 
