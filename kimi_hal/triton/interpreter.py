@@ -1,13 +1,15 @@
 """Repairs of Triton's CPU interpreter, without which a bfloat16 or FP8 test on a CPU means nothing.
 
 As of Triton 3.9 the interpreter keeps bfloat16 as 16-bit integers and multiplies those in ``tl.dot``,
-truncates float32 to bfloat16 instead of rounding, converts FP8 without NaN and with a wrong saturation, and
-turns a comparison of scalars into floats where it meets a block.
+truncates float32 to bfloat16 instead of rounding, converts FP8 without NaN and with a wrong saturation,
+turns a comparison of scalars into floats where it meets a block, and keeps a launch's grid in globals, which ranks
+that are threads would share.
 Conversions here go through torch's types, which round to nearest even; FP8 saturates as the hardware's do.
 """
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ TYPES = {
     tl.float8e4b8: torch.float8_e4m3fnuz,
     tl.float8e5: torch.float8_e5m2,
 }
+LAUNCH, run_grid = threading.RLock(), interpreter.GridExecutor.__call__
 BITS = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 
 
@@ -32,6 +35,13 @@ def repair() -> None:
     interpreter._convert_float = convert
     interpreter.InterpreterBuilder.create_dot = dot
     interpreter.InterpreterBuilder.create_splat = splat
+    interpreter.GridExecutor.__call__ = launch
+
+
+def launch(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a grid, one at a time in this process."""
+    with LAUNCH:
+        return run_grid(self, *args, **kwargs)
 
 
 def convert(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:

@@ -68,6 +68,29 @@ def kernel(values, limits, out, N: tl.constexpr):
 """
 
 
+def test_threads_take_turns(tmp_path: Path) -> None:
+    """Ranks that are threads launch grids of different sizes at once."""
+    (tmp_path / "condition_kernel.py").write_text(CONDITION)
+    out = interpreted(
+        f"""
+        import sys
+        sys.path.insert(0, {str(tmp_path)!r})
+        from concurrent.futures import ThreadPoolExecutor
+        from condition_kernel import kernel
+
+        def rank(number):
+            out = torch.full((4,), -1.0)
+            for _ in range(20):
+                kernel[(1 + 3 * number,)](torch.arange(4.0) + number, torch.tensor([0.5]), out, N=4)
+            return out.tolist()
+
+        with ThreadPoolExecutor(4) as pool:
+            print(list(pool.map(rank, range(4))))
+        """
+    )
+    assert out == str([[r, r + 1.0, r + 2.0, 7.0] for r in map(float, range(4))])
+
+
 def test_a_comparison_of_scalars_masks_a_block(tmp_path: Path) -> None:
     (tmp_path / "condition_kernel.py").write_text(CONDITION)
     out = interpreted(
