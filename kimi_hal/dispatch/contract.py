@@ -64,7 +64,7 @@ class TensorCap:
 
 @dataclass(frozen=True)
 class Properties:
-    """What an implementation promises; each promise is a conformance case.
+    """What an implementation promises. Which promises the suite tries stands in ``docs/conformance.md``.
 
     Args:
         deterministic: repeated runs give the same bits.

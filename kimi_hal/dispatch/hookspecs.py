@@ -24,7 +24,7 @@ def kimi_hal_backend() -> Backend:
 
 
 class DeviceHooks(Protocol):
-    """What conformance, bench and shadow checks need of a device. Never used by ``run``."""
+    """What the conformance suite and ``kimi-hal step`` need of a device. Never used by ``run``."""
 
     def synchronize(self) -> None:
         """Wait until everything queued is done."""
