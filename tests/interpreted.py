@@ -1,6 +1,7 @@
-"""Run a module's checks of interpreted kernels in one child process: the switch is read when a kernel is decorated.
+"""Run a module's checks of portable kernels in one child process: interpreted, or on a GPU.
 
-A check is a function ``check_<thing>`` of a module under ``tests/``. Each is one test; the child runs them all.
+The interpreter's switch is read when a kernel is decorated. A check is a function ``check_<thing>`` of a module under
+``tests/``. Each is one test; the child runs them all.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 TESTS = Path(__file__).parent
 
@@ -24,15 +26,59 @@ def names(module: str) -> list[str]:
     return [n.name for n in tree.body if isinstance(n, ast.FunctionDef) and n.name.startswith("check_")]
 
 
-def outcomes(module: str, chosen: Sequence[str]) -> dict[str, str]:
-    """Run the chosen checks under Triton's interpreter; return each one's traceback, empty where it passed."""
-    env = os.environ | {"TRITON_INTERPRET": "1", "KIMI_HAL_EXECUTION": "interpreted"}
+def outcomes(module: str, chosen: Sequence[str], device: str = "cpu") -> dict[str, str]:
+    """Run the chosen checks; return each one's traceback, empty where it passed.
+
+    On ``"cpu"`` Triton's interpreter runs the kernels.
+    """
+    own = {"KIMI_HAL_TEST_DEVICE": device}
+    if device == "cpu":
+        own |= {"TRITON_INTERPRET": "1", "KIMI_HAL_EXECUTION": "interpreted"}
     command = [sys.executable, __file__, module, *chosen]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("KIMI_HAL_")}
+    done = subprocess.run(command, env=inherited | own, capture_output=True, text=True, check=False)
     if done.returncode:
         return dict.fromkeys(chosen, done.stderr[-3000:])
     found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+def device() -> str:
+    """Return the device that a check runs kernels on."""
+    return os.environ.pop("KIMI_HAL_TEST_DEVICE", "cpu")
+
+
+def placed(value: Any, where: str) -> Any:
+    """Return a tensor's copy on a device, with its strides and its alignment."""
+    import torch
+
+    if not isinstance(value, torch.Tensor) or where == "cpu":
+        return value
+    reach = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
+    first = value.data_ptr() % 256 // value.element_size()
+    flat = torch.zeros(first + (reach if value.numel() else 0), dtype=value.dtype, device=where)
+    there = flat.as_strided(value.shape, value.stride(), first if value.numel() else 0)
+    return there.copy_(value)
+
+
+def on_device(run: Callable[..., Any], where: str) -> Callable[..., Any]:
+    """Return ``run`` for tensors of the host: operands are copied to the device, what it changed back."""
+    if where == "cpu":
+        return run
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        there = [placed(a, where) for a in args]
+        named = {name: placed(a, where) for name, a in kwargs.items()}
+        results = run(*there, **named)
+        for here, away in (*zip(args, there, strict=True), *((kwargs[n], named[n]) for n in named)):
+            if here is not None and here is not away:
+                here.copy_(away)
+        back = {id(away): kwargs[name] for name, away in named.items()}
+        several = results if isinstance(results, tuple) else (results,)
+        home = tuple(r if r is None else back.get(id(r), r.cpu()) for r in several)
+        return home if isinstance(results, tuple) else home[0]
+
+    return call
 
 
 def outcome(check: Callable[[], None]) -> str:

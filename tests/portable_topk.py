@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from index_cases import int32
+from interpreted import device, on_device
 from torch import Tensor
 
 import kimi_hal as hal
@@ -17,6 +18,7 @@ from kimi_hal.triton import sizes, topk_merge
 
 LIMITS = Limits(max_rows=64, max_reqs=64, max_context=1 << 16)
 INF = math.inf
+DEVICE = device()
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -25,13 +27,14 @@ def generator(seed: int = 0) -> torch.Generator:
 
 def same(spec: TopKSpec, scores: Tensor, row_len: Tensor, row_start: Tensor | None = None) -> Tensor:
     """Select by kernel and by reference, without and with buffers, and compare every entry; return the indices."""
-    plan = hal.plan("topk_select", spec, LIMITS, device="cpu", implementation="nvidia.triton")
+    plan = hal.plan("topk_select", spec, LIMITS, device=DEVICE, implementation="nvidia.triton")
+    run = on_device(plan.run, DEVICE)
     index, chosen = topk_select(spec, scores, row_len, row_start)
     wide = torch.full((len(scores), spec.topk + 3), 77, dtype=torch.int32)
     buffers: dict[str, Any] = {"out": wide[:, : spec.topk]}
     buffers["workspace"] = poisoned(plan.workspace_bytes)
     for given in ({}, buffers):
-        got, got_scores = plan.run(scores, row_len, row_start, **given)
+        got, got_scores = run(scores, row_len, row_start, **given)
         assert torch.equal(got, index), (got[got != index], index[got != index])
         assert torch.equal(got_scores.float().nan_to_num(9e9), chosen.float().nan_to_num(9e9))
     assert (wide[:, spec.topk :] == 77).all()
@@ -52,11 +55,11 @@ def long_rows(seed: int = 0, rows: int = 3, width: int = 2500) -> Tensor:
 def thinned() -> None:
     """Let rows of more than 256 columns be thinned out before they are selected from."""
     topk_merge.SHORT = 256
-    topk_merge.BLOCK = 128
+    topk_merge.BLOCK, topk_merge.COLLECTED, topk_merge.GROUPS, topk_merge.FEW_GROUPS = 256, 1024, 64, 32
 
 
 def check_short_rows() -> None:
-    topk_merge.SHORT = 16384
+    topk_merge.SHORT = 32768
     scores = torch.randn(7, 300, generator=generator())
     scores[1, ::3] = 0.5
     scores[2, 1::2] = -0.0
@@ -71,7 +74,7 @@ def check_short_rows() -> None:
 
 
 def check_nan_ranks_below_minus_infinity_and_above_no_key() -> None:
-    topk_merge.SHORT = 16384
+    topk_merge.SHORT = 32768
     scores = torch.tensor([[math.nan, -INF, 1.0, -math.nan, 5.0]])
     assert same(TopKSpec(topk=3), scores, int32([4])).tolist() == [[0, 1, 2]]
     assert same(TopKSpec(topk=2), scores, int32([4])).tolist() == [[1, 2]]
@@ -97,6 +100,12 @@ def check_the_first_of_equal_scores_win_whatever_their_number() -> None:
     scores[3] = torch.arange(2500) // 1250
     got = same(TopKSpec(topk=60, return_selected=True), scores, int32([2500] * 4))
     assert got[2].tolist() == list(range(60))
+
+
+def check_chunks_of_several_blocks() -> None:
+    thinned()
+    topk_merge.COLLECTED = 64
+    same(TopKSpec(topk=30, return_selected=True), long_rows(rows=1, width=4200), int32([4200]))
 
 
 def check_scores_in_special_order() -> None:

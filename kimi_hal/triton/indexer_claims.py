@@ -83,6 +83,7 @@ def _implementation(operator: str, arch: tuple[str, ...]) -> Implementation:
 SOURCE = tuple(
     f"kimi_hal/triton/{name}.py"
     for name in (
+        "flags",
         "indexer",
         "index_pages",
         "index_quantisation",

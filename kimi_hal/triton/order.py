@@ -43,21 +43,31 @@ def score_of(key):
 
 
 @triton.jit
-def kth(key, k, LOW: tl.constexpr):
-    """Return the largest ordinal that at least ``k`` of a block's reach, its bits below ``LOW`` zero.
+def kth(key, count, k, LOW: tl.constexpr):
+    """Return an ordinal that just ``k`` of a block's keys reach, or where there is none the k-th largest.
 
-    It is found bit by bit below what all have in common. With fewer than ``k`` it is at most the least one.
+    It is found bit by bit below what all keys have in common, down to bit ``LOW``. An ordinal that just ``k`` reach
+    ends the search: it parts them from the others.
+
+    Args:
+        key: ordinals; ``NO_KEY`` is none of the keys.
+        count: how many keys there are. With at most ``k`` the answer is ``NO_KEY``, which all of them reach.
+        k: how many are wanted.
+        LOW: as in ``ordinal``; more for a coarser answer, which more than ``k`` may reach.
     """
-    least = tl.min(key)
+    least = tl.min(tl.where(key == NO_KEY, 0x7FFFFFFF, key))
     differ = least ^ tl.max(key)
     bit = 31
     while (bit >= LOW) & (((differ >> tl.maximum(bit, 0)) & 1) == 0):
         bit -= 1
     # In the order of unsigned patterns, which the flipped sign bit gives, a set bit only makes larger.
-    found = (least ^ NO_KEY) & tl.where(bit < 0, -1, (-1 << tl.maximum(bit, 0)) << 1)
-    while bit >= LOW:
-        tried = found | (1 << bit)
-        enough = tl.sum((key >= (tried ^ NO_KEY)).to(tl.int32)) >= k
-        found = tl.where(enough, tried, found)
+    low = (least ^ NO_KEY) & (-1 << LOW) & tl.where(bit < 0, -1, (-1 << tl.maximum(bit, 0)) << 1)
+    reach = count
+    while (bit >= LOW) & (reach > k):
+        tried = low | (1 << bit)
+        found = tl.sum((key >= (tried ^ NO_KEY)).to(tl.int32))
+        enough = found >= k
+        low = tl.where(enough, tried, low)
+        reach = tl.where(enough, found, reach)
         bit -= 1
-    return found ^ NO_KEY
+    return tl.where(count > k, low ^ NO_KEY, NO_KEY)

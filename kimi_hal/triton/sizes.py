@@ -12,7 +12,7 @@ SELECT_ROWS = 1024
 #: Candidates of a row, at most: more would not stay in one program's registers.
 MOST_CANDIDATES = 16384
 #: Chunks of columns that a row's candidates are counted by; a power of two.
-CHUNKS = 256
+CHUNKS = 64
 #: Bytes of scores that ``indexer_topk`` holds at once, unless one row has more.
 SCORES = 256 << 20
 

@@ -17,11 +17,17 @@ from kimi_hal.ops.topk_merge import TopKSpec
 from kimi_hal.triton import selection, shards, sizes
 
 #: Columns of a row that one program selects from at once, at most: what its registers hold.
-SHORT = 16384
-#: Columns that a program looks at together in a long row.
+SHORT = 32768
+#: Columns that a program collects candidates from together.
+COLLECTED = 16384
+#: Columns that a program looks at together where a row is selected by digits, or for maxima.
 BLOCK = 4096
-#: Groups of a row whose maxima one program finds, and columns of each that it looks at together.
-GROUPS, STEPS = 128, 32
+#: Groups whose maxima one program finds where programs are many, and where they are few.
+GROUPS, FEW_GROUPS = 128, 32
+#: Bits of a threshold that the maxima need not tell: 2^-15 of its size.
+COARSE = 8
+#: Programs that fill a device.
+FULL = 512
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,11 @@ class Paged:
     block_table: Tensor
     row_req: Tensor
     pages: int
+
+
+def halvings(size: int) -> int:
+    """Return how often a power of two can be halved; 0 for 0."""
+    return max(0, size.bit_length() - 1)
 
 
 class Selector:
@@ -118,7 +129,7 @@ class Selector:
         outs = (out.stride(0), scores_out.stride(0))
         paging = (0 if table is None else table.stride(0), req_stride, requests, pages)
         if width <= SHORT:
-            block = max(16, triton.next_power_of_2(width))
+            block = max(64, triton.next_power_of_2(width))
             selection.select_short[(rows,)](
                 scores,
                 row_len,
@@ -133,13 +144,14 @@ class Selector:
                 width,
                 self.topk,
                 BLOCK=block,
+                HALVINGS=halvings(block // 32),
                 **self.order,
                 **self.window,
                 **self.emission,
                 num_warps=4 if block <= 2048 else 8 if block <= 8192 else 16,
             )
             return
-        span = BLOCK * -(-width // (BLOCK * sizes.CHUNKS))
+        span = COLLECTED * -(-width // (COLLECTED * sizes.CHUNKS))
         if self.candidates:
             self.thin(scores, row_len, row_start, row_req, scratch, (*strides, req_stride), requests, span)
         selection.select_long[(rows,)](
@@ -159,9 +171,11 @@ class Selector:
             span,
             self.topk,
             CAP=self.candidates,
+            CAP_HALVINGS=halvings(self.candidates // 32),
             CHUNKS=sizes.CHUNKS,
-            HALVINGS=sizes.CHUNKS.bit_length() - 1,
+            CHUNK_HALVINGS=halvings(sizes.CHUNKS),
             BLOCK=BLOCK,
+            HALVINGS=halvings(BLOCK // 32),
             **self.order,
             **self.window,
             **self.emission,
@@ -182,25 +196,31 @@ class Selector:
         """Collect the candidates of long rows in scratch."""
         rows, width = scores.shape
         operands = (scores, row_len, row_start, row_req, scratch, *strides, self.words, requests, width)
-        groups = min(GROUPS, self.candidates)
-        selection.group_maxima[(self.candidates // groups, rows)](
-            *operands, CAP=self.candidates, GROUPS=groups, STEPS=STEPS, **self.window, num_warps=4
+        every = self.candidates // 2
+        groups = GROUPS if rows * every >= FULL * GROUPS else FEW_GROUPS
+        steps = min(BLOCK // groups, triton.next_power_of_2(-(-width // every)))
+        selection.group_maxima[(every // groups, rows)](
+            *operands, G=every, GROUPS=groups, STEPS=steps, **self.window, num_warps=4
         )
         selection.group_threshold[(rows,)](
             scratch,
             self.words,
             self.topk,
+            G=every,
             CAP=self.candidates,
             CHUNKS=sizes.CHUNKS,
-            ROUND=self.order["ROUND"],
-            num_warps=8,
+            **self.order,
+            COARSE=max(COARSE, self.order["LOW"]),
+            num_warps=4,
         )
         selection.collect[(-(-width // span), rows)](
             *operands,
             span,
             CAP=self.candidates,
             CHUNKS=sizes.CHUNKS,
-            BLOCK=BLOCK,
+            BLOCK=COLLECTED,
+            HALVINGS=halvings(COLLECTED // 32),
+            SINGLE=span == COLLECTED,
             ROUND=self.order["ROUND"],
             **self.window,
             num_warps=8,

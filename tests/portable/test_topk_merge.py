@@ -1,4 +1,4 @@
-"""The portable selection, interpreted: each check of ``tests/portable_topk.py`` is a test."""
+"""The portable selection, interpreted and on a GPU: each check of ``tests/portable_topk.py`` is a test."""
 
 from __future__ import annotations
 
@@ -18,3 +18,14 @@ def found() -> dict[str, str]:
 @pytest.mark.parametrize("check", CHECKS)
 def test_selection(check: str, found: dict[str, str]) -> None:
     assert found[check] == "", found[check]
+
+
+@pytest.fixture(scope="module")
+def found_on_gpu() -> dict[str, str]:
+    return outcomes("portable_topk", CHECKS, device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("check", CHECKS)
+def test_selection_on_a_gpu(check: str, found_on_gpu: dict[str, str]) -> None:
+    assert found_on_gpu[check] == "", found_on_gpu[check]
