@@ -140,7 +140,7 @@ def test_the_script_says_yes_to_everything() -> None:
     assert lines[0].startswith("plans    on cpu, reference.torch: store_index_keys, store_latent, ")
     assert lines[2] == "prefill  270 tokens, 128 rows a step; in one shot the same bits: yes"
     assert lines[4] == "prefix   256 of 270 tokens found; the same bits: yes"
-    assert lines[5].endswith("tokens and states as decoded: yes")
+    assert lines[5].endswith("tokens as decoded: yes, states bit for bit: yes")
     assert lines[6].startswith("DCP 2    24 selections, the same bits: yes; attention differs by 0.2")
     shown = (EXAMPLES.parent / "docs" / "integrator.md").read_text().partition("## An engine in a page")[2]
     assert shown.partition("```text\n")[2].partition("```")[0].splitlines() == lines
@@ -164,5 +164,10 @@ def test_a_variable_alone_puts_other_kernels_under_it() -> None:
     plain = script(sys.executable, str(SCRIPT), "20", "3").splitlines()
     chosen = {line.split()[3].rstrip(":") for line in lines if line.startswith("plans")}
     assert "nvidia.triton" in chosen
-    named = ("prefill", "decode", "prefix", "verify")
-    assert [x for x in lines if x.startswith(named)] == [x for x in plain if x.startswith(named)]
+    told = [
+        # Decoding comes from the plugin and verifying may not: then their states agree within rounding.
+        [x.partition(", states")[0] for x in said if x.startswith(("prefill", "decode", "prefix", "verify"))]
+        for said in (lines, plain)
+    ]
+    assert told[0] == told[1]
+    assert lines[-1].startswith("DCP 2    20 selections, the same bits: yes")
