@@ -10,6 +10,7 @@ from rich.console import Console
 from kimi_hal.errors import KimiHalError
 from kimi_hal.settings import EXECUTIONS
 from kimi_hal_conformance.mutants.command import prove
+from kimi_hal_conformance.show import html_option, show
 
 
 class AskedError(click.ClickException):
@@ -46,6 +47,14 @@ def cli() -> None:
 @click.option("--lanes", type=click.IntRange(min=1), metavar="N", help="Processes at once.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write JSON here.")
 @click.option("--junitxml", type=click.Path(dir_okay=False, path_type=Path), help="Write JUnit XML here.")
+@click.option(
+    "--waivers",
+    "waivers_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="TOML: failures that are admitted for a while.",
+)
+@html_option
 @click.pass_context
 def run(
     ctx: click.Context,
@@ -59,21 +68,28 @@ def run(
     lanes: int | None,
     json_path: Path | None,
     junitxml: Path | None,
+    html: Path | None,
+    waivers_path: Path | None,
 ) -> None:
     """Run a backend's cases.
 
-    Exit status: 0, something ran and all of it passed; 1, something did not pass, or nothing ran; 2, what was
-    asked for does not exist.
+    Exit status: 0, something passed, and what did not is waived; 1, something did not pass, a waiver is
+    stale or not needed, or nothing ran; 2, what was asked for does not exist.
     """
+    from kimi_hal_conformance import page, suite, waivers
     from kimi_hal_conformance import report as output
-    from kimi_hal_conformance import suite
+    from kimi_hal_conformance.cases import load
 
     for path in filter(None, (json_path, junitxml)):
         if not path.absolute().parent.is_dir():  # not after minutes of running
             raise AskedError(f"cannot write {path}: there is no folder {path.parent}")
-    request = suite.Request(backend, execution, profile or "", only, implementation, seed, limit, lanes)
     console = Console()
+    load()
     try:
+        waived = waivers.read(waivers_path) if waivers_path else ()
+        request = suite.Request(
+            backend, execution, profile or "", only, implementation, seed, limit, lanes, waived
+        )
         with console.status(f"{backend}: starting") as status:
             report = suite.run(request, lambda v: status.update(f"{v.implementation} {v.case}: {v.status}"))
     except KimiHalError as error:
@@ -83,6 +99,8 @@ def run(
         output.write_json(report, json_path)
     if junitxml:
         output.write_junit(report, junitxml)
+    if html:
+        page.write_html(report, html)
     ctx.exit(0 if report.ok else 1)
 
 
@@ -106,6 +124,7 @@ def cases(operator: str | None) -> None:
 
 
 cli.add_command(prove)
+cli.add_command(show)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ET
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -12,7 +13,19 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kimi_hal_conformance.verdict import AGAINST, CRASHED, HUNG, NOT_RUN, PASSED, REFUSED, Report, Verdict
+from kimi_hal_conformance import waivers
+from kimi_hal_conformance.verdict import (
+    AGAINST,
+    CRASHED,
+    HUNG,
+    NOT_RUN,
+    PASSED,
+    REFUSED,
+    WAIVED,
+    Report,
+    Verdict,
+    Waiver,
+)
 
 STYLE = {PASSED: "green", NOT_RUN: "dim", REFUSED: "yellow"}
 #: Lines of a process's output that the terminal shows; the JSON report keeps more.
@@ -30,6 +43,11 @@ def print_report(report: Report, console: Console) -> None:
     for verdict in report.verdicts:
         if verdict.status in AGAINST:
             _print_problem(verdict, console)
+        elif verdict.status == WAIVED:
+            line = f"waived ({verdict.was}) {verdict.implementation} {verdict.case}: {verdict.waiver}"
+            console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
+    for line in waivers.lines(report.waivers):
+        console.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
     style = "bold green" if report.ok else "bold red"
     console.print(summary(report), style=style, highlight=False)
 
@@ -40,7 +58,13 @@ def _table(report: Report) -> Table:
     for verdict in report.verdicts:
         groups[verdict.operator, verdict.implementation].append(verdict)
     counts = report.counts()
-    kinds = {"passed": (PASSED,), "failed": AGAINST, "refused": (REFUSED,), "not run": (NOT_RUN,)}
+    kinds = {
+        "passed": (PASSED,),
+        "failed": AGAINST,
+        "waived": (WAIVED,),
+        "refused": (REFUSED,),
+        "not run": (NOT_RUN,),
+    }
     kinds = {name: kind for name, kind in kinds.items() if any(counts[s] for s in kind)}
     table = Table(box=SIMPLE, caption="worst: the largest error as a share of its budget")
     for column in ("operator", "by", *kinds, "worst", "seconds"):
@@ -83,12 +107,16 @@ def summary(report: Report) -> str:
     """Return the closing line."""
     counts = ", ".join(f"{n} {status.replace('_', ' ')}" for status, n in report.counts().items() if n)
     what = f"{report.backend} ({report.execution}, profile {report.profile}, {report.seconds:.0f} s)"
+    wrong = sum(bool(w.problem) for w in report.waivers)
     if report.ok:
         word = "conforms"
     elif any(v.status in AGAINST for v in report.verdicts):
         word = "does NOT conform"
+    elif wrong:
+        word = f"does NOT conform: {wrong} waiver{'s' if wrong > 1 else ''} stale or not needed"
     else:
-        word = "is NOT proven: nothing ran"
+        waived = any(v.status == WAIVED for v in report.verdicts)
+        word = f"is NOT proven: nothing {'passed' if waived else 'ran'}"
     return f"{what} {word}: {counts or 'nothing fits what was asked for'}"
 
 
@@ -107,8 +135,23 @@ def write_junit(report: Report, path: Path) -> None:
         suite = ET.SubElement(root, "testsuite", {"name": implementation, **_counts(verdicts)})
         for verdict in verdicts:
             _testcase(suite, verdict)
+    if report.waivers:
+        _waivers(ET.SubElement(root, "testsuite", name="waivers"), report.waivers)
     ET.indent(root)
     ET.ElementTree(root).write(path, encoding="utf-8", xml_declaration=True)
+
+
+def _waivers(suite: ET.Element, given: Sequence[Waiver]) -> None:
+    """Write a testcase a waiver: one that has a problem is a failure."""
+    failures = sum(bool(waiver.problem) for waiver in given)
+    suite.attrib |= {"tests": str(len(given)), "failures": str(failures)}
+    for waiver in given:
+        name = f"{waiver.case} {waiver.implementation}".rstrip()
+        test = ET.SubElement(suite, "testcase", classname="waiver", name=name)
+        if waiver.problem:
+            ET.SubElement(test, "failure", message=_legal(waiver.problem))
+        elif waiver.note:
+            ET.SubElement(test, "skipped", message=_legal(waiver.note))
 
 
 def _counts(verdicts: list[Verdict]) -> dict[str, str]:
@@ -123,7 +166,14 @@ def _counts(verdicts: list[Verdict]) -> dict[str, str]:
 
 
 #: What JUnit calls a status; a passed case has no element.
-TAG = {"failed": "failure", CRASHED: "error", HUNG: "error", REFUSED: "skipped", NOT_RUN: "skipped"}
+TAG = {
+    "failed": "failure",
+    CRASHED: "error",
+    HUNG: "error",
+    WAIVED: "skipped",
+    REFUSED: "skipped",
+    NOT_RUN: "skipped",
+}
 
 
 def _testcase(suite: ET.Element, verdict: Verdict) -> None:
@@ -132,7 +182,7 @@ def _testcase(suite: ET.Element, verdict: Verdict) -> None:
     )
     if verdict.status == PASSED:
         return
-    message = f"{verdict.status}: {'; '.join(verdict.problems)}"
+    message = f"{verdict.status}: {verdict.waiver or '; '.join(verdict.problems)}"
     element = ET.SubElement(test, TAG[verdict.status], message=_legal(message))
     lines = [*verdict.problems, *([f"replay: {verdict.replay}"] if verdict.replay else [])]
     element.text = _legal("\n".join(lines))

@@ -22,13 +22,22 @@ from kimi_hal.dispatch.sources import source_hash
 from kimi_hal.errors import PluginError, unknown
 from kimi_hal.ops.composites import part_specs
 from kimi_hal.settings import VARIABLES, Settings
-from kimi_hal_conformance import __version__
+from kimi_hal_conformance import __version__, waivers
 from kimi_hal_conformance import case as cases
 from kimi_hal_conformance.case import Case
 from kimi_hal_conformance.cases import load
 from kimi_hal_conformance.messages import Batch
 from kimi_hal_conformance.runner import run as run_batches
-from kimi_hal_conformance.verdict import FAILED, NOT_RUN, REFUSED, SCHEMA_VERSION, OnTrial, Report, Verdict
+from kimi_hal_conformance.verdict import (
+    FAILED,
+    NOT_RUN,
+    REFUSED,
+    SCHEMA_VERSION,
+    OnTrial,
+    Report,
+    Verdict,
+    Waiver,
+)
 
 HOST = "kimi_hal.dispatch.device:HostDevice"
 #: ``Backend.torch_device`` of code that runs wherever torch does.
@@ -56,6 +65,7 @@ class Request:
         seed: of the operands.
         limit: seconds of one case; ``None``: by execution.
         lanes: processes at once; ``None``: one on a device, one a core (4 at most) where all is on the host.
+        waivers: failures that are admitted.
     """
 
     backend: str
@@ -66,6 +76,7 @@ class Request:
     seed: int = 0
     limit: float | None = None
     lanes: int | None = None
+    waivers: Sequence[Waiver] = ()
 
     @property
     def chosen_profile(self) -> str:
@@ -113,6 +124,7 @@ def run(request: Request, progress: Callable[[Verdict], None] = lambda verdict: 
     )
     answers = dict(zip((t.key for t in running), outcome.verdicts, strict=True))
     verdicts = [v for t in trials for v in concluded(t, answers.get(t.key, ()), request)]
+    judged, waived = waivers.apply(request.waivers, verdicts, suite=__version__, today=started.date())
     return Report(
         schema_version=SCHEMA_VERSION,
         suite_version=__version__,
@@ -126,7 +138,8 @@ def run(request: Request, progress: Callable[[Verdict], None] = lambda verdict: 
         not_implemented=tuple(op for op in ops.OPERATORS if not candidates(loaded, op)),
         started=started.isoformat(timespec="seconds"),
         seconds=time.perf_counter() - begin,
-        verdicts=tuple(verdicts),
+        verdicts=judged,
+        waivers=waived,
     )
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from datetime import date
+
 import msgspec
 
 #: Raised when a reader of the old JSON would misread the new one. A new optional field does not raise it.
-SCHEMA_VERSION = 1
+#: 2: the status ``waived``.
+SCHEMA_VERSION = 2
 
 #: It was launched: the answer is right; it is wrong; the process died; it did not answer in time.
 PASSED, FAILED, CRASHED, HUNG = "passed", "failed", "crashed", "hung"
 #: It was not launched: the implementation does not claim the Spec; the suite left it out and says why.
 REFUSED, NOT_RUN = "refused", "not_run"
-STATUSES = (PASSED, FAILED, CRASHED, HUNG, REFUSED, NOT_RUN)
+#: It did not pass, and a live waiver admits that.
+WAIVED = "waived"
+STATUSES = (PASSED, FAILED, CRASHED, HUNG, WAIVED, REFUSED, NOT_RUN)
 #: What speaks against an implementation.
 AGAINST = (FAILED, CRASHED, HUNG)
 
@@ -50,6 +55,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         fault: the class of ``docs/faults.md`` that the case reproduces, or 0.
         output: where it did not pass, the end of what the process printed and of the traceback.
         replay: the command that runs the case again.
+        was: the status that a waiver admits; empty where nothing is waived.
+        waiver: its reason, link and last day.
     """
 
     case: str
@@ -63,6 +70,34 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     fault: int = 0
     output: str = ""
     replay: str = ""
+    was: str = ""
+    waiver: str = ""
+
+
+class Waiver(msgspec.Struct, frozen=True, kw_only=True):
+    """A failure that is known and admitted for a while, and what became of that in this run.
+
+    Args:
+        case: id, or ``"<operator>/*"`` for what is said of all cases of an operator.
+        implementation: full name; empty: every implementation of the operator.
+        reason: why it is admitted.
+        link: where it is followed up.
+        expires: its last day.
+        suite: the version of the suite in which the failure was looked at.
+        covers: implementations whose failure it waived in this run.
+        problem: why it is a failure itself: stale, not needed, matches nothing; empty if it is none.
+        note: why it could not be judged in this run; empty if it was.
+    """
+
+    case: str
+    implementation: str = ""
+    reason: str
+    link: str
+    expires: date
+    suite: str
+    covers: tuple[str, ...] = ()
+    problem: str = ""
+    note: str = ""
 
 
 class OnTrial(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,6 +136,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         started: UTC, ISO 8601.
         seconds: of the whole run.
         verdicts: every case of every implementation.
+        waivers: all that were given, used or not.
     """
 
     schema_version: int
@@ -116,12 +152,17 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     started: str
     seconds: float
     verdicts: tuple[Verdict, ...]
+    waivers: tuple[Waiver, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """Tell whether the run speaks for the backend: something passed, and nothing that ran did not."""
+        """Tell whether the run speaks for the backend: something passed, and nothing speaks against it.
+
+        What did not pass speaks against it unless a live waiver admits it; so does a waiver with a problem.
+        """
         statuses = [v.status for v in self.verdicts]
-        return PASSED in statuses and not any(s in AGAINST for s in statuses)
+        against = any(s in AGAINST for s in statuses) or any(w.problem for w in self.waivers)
+        return PASSED in statuses and not against
 
     def counts(self) -> dict[str, int]:
         """Return how many verdicts have each status."""

@@ -118,7 +118,7 @@ def test_a_report_comes_back_from_json_as_it_was(tmp_path: Path) -> None:
 def test_json_is_for_any_reader(tmp_path: Path) -> None:
     output.write_json(FULL, tmp_path / "report.json")
     data = json.loads((tmp_path / "report.json").read_text())
-    assert data["schema_version"] == 1
+    assert data["schema_version"] == 2
     assert [v["status"] for v in data["verdicts"]] == [PASSED, FAILED, CRASHED, HUNG, REFUSED, NOT_RUN]
     assert data["verdicts"][1]["measures"][1]["norm"] is None
     assert data["verdicts"][2]["fault"] == 13
@@ -126,7 +126,7 @@ def test_json_is_for_any_reader(tmp_path: Path) -> None:
 
 def test_a_report_of_another_schema_version_is_refused_by_a_sentence() -> None:
     newer = msgspec.json.encode(msgspec.structs.replace(FULL, schema_version=7))
-    with pytest.raises(ValueError, match=r"^this report has schema version 7, this suite reads 1;") as error:
+    with pytest.raises(ValueError, match=r"^this report has schema version 7, this suite reads 2;") as error:
         read(newer)
     assert str(error.value).endswith("read it with the suite that wrote it, or run the backend again")
 
