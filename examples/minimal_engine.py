@@ -26,7 +26,7 @@ from kimi_hal.parallel.exchange import exchange_heads, gather_heads, sum_in_rank
 from kimi_hal.presets import Deployment
 from kimi_hal.specs import DCP, Limits
 
-DEVICE = str(torch.accelerator.current_accelerator() or "cpu")
+DEVICE = str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
 BLOCK, BLOCKS, REQUESTS, DRAFTS = 256, 40, 4, 3
 LIMITS = Limits(max_rows=512, max_reqs=REQUESTS, max_context=2048, rows_per_req=512, uniform=False)
 SHORT = dataclasses.replace(LIMITS, rows_per_req=1 + DRAFTS)
