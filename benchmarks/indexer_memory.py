@@ -46,7 +46,11 @@ def measure(name: str, rows: int) -> dict[str, float]:
     picked, _ = run(*operands, torch.zeros(rows, dtype=torch.int32), ends)
     seconds = time.perf_counter() - start_time
     assert int((picked >= 0).sum()) == rows * 2048
-    return {"rows": rows, "peak_growth_mib": round(resident("VmHWM") - before, 1), "seconds": round(seconds, 2)}
+    return {
+        "rows": rows,
+        "peak_growth_mib": round(resident("VmHWM") - before, 1),
+        "seconds": round(seconds, 2),
+    }
 
 
 def main() -> None:
