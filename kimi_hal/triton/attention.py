@@ -12,13 +12,15 @@ import triton
 import triton.language as tl
 
 from kimi_hal.triton.latent_rows import (
-    QUARTER,
     SHARED,
+    contracted,
     float_at,
     fp8_numbers,
     from_tile,
+    latents,
+    loaded,
     locate,
-    quarter,
+    raw_row,
     shared_part,
     to_tile,
 )
@@ -51,9 +53,47 @@ def power_of_two(exponent):
 
 
 @triton.jit
-def operand(x, factor, HEADS: tl.constexpr, COUNT: tl.constexpr, GROUP: tl.constexpr):
-    """Return a query ``[HEADS, COUNT]`` times a power of two as ``[COUNT, HEADS]`` bfloat16, in the tile's order."""
-    return tl.trans(to_tile((x * factor[:, None]).to(tl.bfloat16), HEADS, COUNT, GROUP))
+def operand(x, factor, HEADS: tl.constexpr, COUNT: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr):
+    """Return a query ``[HEADS, COUNT]`` times a power of two as ``[COUNT, HEADS]`` bfloat16, in the dot's order."""
+    tile = to_tile((x * factor[:, None]).to(tl.bfloat16), HEADS, COUNT, GROUP)
+    return tl.trans(contracted(tile, HEADS, COUNT, RUN))
+
+
+@triton.jit
+def queries(
+    at,
+    inside,
+    scale,
+    ELEMENT: tl.constexpr,
+    GROUP: tl.constexpr,
+    SHARED_GROUP: tl.constexpr,
+    RUN: tl.constexpr,
+    SHARED_RUN: tl.constexpr,
+    SMALL: tl.constexpr,
+    HEADS: tl.constexpr,
+    COUNT: tl.constexpr,
+):
+    """Return the operands of the latents and of the key part, and what a product with keys is multiplied by.
+
+    Where keys are left small, queries are raised by as much, or as far as their largest number lets them be.
+    """
+    x = ()
+    for i in tl.static_range(512 // COUNT):
+        x = x + (query(at, inside, COUNT * i, COUNT, ELEMENT),)
+    shared = query(at, inside, 512, SHARED, ELEMENT)
+    raised = tl.full((HEADS,), 1.0, tl.float32)
+    factor = raised * scale
+    if SMALL:
+        most = largest(shared)
+        for i in tl.static_range(512 // COUNT):
+            most = tl.maximum(most, largest(x[i]))
+        exponent = tl.minimum(126 - ((most.to(tl.int32, bitcast=True) >> 23) - 127), SMALL)
+        raised = power_of_two(exponent)
+        factor = power_of_two(SMALL - exponent) * scale
+    operands = ()
+    for i in tl.static_range(512 // COUNT):
+        operands = operands + (operand(x[i], raised, HEADS, COUNT, GROUP, RUN),)
+    return operands, operand(shared, raised, HEADS, SHARED, SHARED_GROUP, SHARED_RUN), factor
 
 
 @triton.jit
@@ -72,10 +112,145 @@ def add_values(o, keys, p, keep, TERMS: tl.constexpr):
 
 
 @triton.jit
-def put(o, factor, to, inside, PART: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr):
-    """Store ``o [128, HEADS]`` times a factor a head as quarter ``PART`` of the heads' outputs."""
-    x = from_tile(tl.trans(o * factor[None, :]), HEADS, QUARTER, GROUP)
-    column = PART * QUARTER + tl.arange(0, QUARTER)
+def add_tile(
+    state,
+    raw,
+    scales,
+    live,
+    q,
+    q_shared,
+    factor,
+    FORMAT: tl.constexpr,
+    RUN: tl.constexpr,
+    SHARED_RUN: tl.constexpr,
+    SMALL: tl.constexpr,
+    KEYS: tl.constexpr,
+    COUNT: tl.constexpr,
+    TERMS: tl.constexpr,
+):
+    """Return the state ``(maximum, sums of weights, outputs)`` after the keys of one tile."""
+    top, total, o = state
+    k = latents(raw, FORMAT, SMALL == 0, KEYS, COUNT)
+    shared = shared_part(raw, FORMAT, SMALL == 0, KEYS)
+    if FORMAT == "flashmla":
+        s = tl.dot(contracted(shared, KEYS, SHARED, SHARED_RUN), q_shared)
+        for i in tl.static_range(512 // COUNT):
+            s += tl.dot(contracted(k[i], KEYS, COUNT, RUN), q[i]) * scales[i][:, None]
+    else:
+        s = tl.dot(contracted(k[0], KEYS, COUNT, RUN), q[0])
+        for i in tl.static_range(1, 512 // COUNT):
+            s = tl.dot(contracted(k[i], KEYS, COUNT, RUN), q[i], s)
+        s = tl.dot(contracted(shared, KEYS, SHARED, SHARED_RUN), q_shared, s)
+    s = tl.where(live[:, None], s * factor[None, :], -INFINITY)
+    higher = tl.maximum(top, tl.max(s, axis=0))
+    # Nothing yet, or a logit of +inf: whatever is subtracted, the exponential says the right thing of it.
+    base = tl.where(tl.abs(higher) < INFINITY, higher, 0.0)
+    p = tl.exp(s - base[None, :])
+    keep = tl.exp(top - base)
+    total = total * keep[None, :] + p
+    if SMALL:
+        p *= LIFT
+    added = ()
+    for i in tl.static_range(512 // COUNT):
+        if FORMAT == "flashmla":
+            added = added + (add_values(o[i], k[i], p * scales[i][:, None], keep, TERMS),)
+        else:
+            added = added + (add_values(o[i], k[i], p, keep, TERMS),)
+    return higher, total, added
+
+
+@triton.jit
+def rows_at(
+    column,
+    end,
+    indices,
+    cache,
+    page_stride,
+    table,
+    columns,
+    pages,
+    ROW_BYTES: tl.constexpr,
+    SPACE: tl.constexpr,
+    PAGE: tl.constexpr,
+    WORLD: tl.constexpr,
+    RANK: tl.constexpr,
+    INTERLEAVE: tl.constexpr,
+):
+    """Return where the cache rows of some columns of a row of indices begin, and which of them are keys."""
+    live = column < end
+    index = tl.load(indices + column, mask=live, other=-1)
+    page, place, live = locate(index, live, table, columns, pages, SPACE, PAGE, WORLD, RANK, INTERLEAVE)
+    return cache + page * page_stride + place.to(tl.int64) * ROW_BYTES, live
+
+
+@triton.jit
+def tile_of(
+    start,
+    end,
+    indices,
+    cache,
+    page_stride,
+    table,
+    columns,
+    pages,
+    FORMAT: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    SPACE: tl.constexpr,
+    PAGE: tl.constexpr,
+    WORLD: tl.constexpr,
+    RANK: tl.constexpr,
+    INTERLEAVE: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Load the rows of ``KEYS`` indices from ``start`` on: their words, their scales, and which are keys."""
+    key = tl.arange(0, KEYS)
+    at, live = rows_at(
+        start + loaded(key, KEYS),
+        end,
+        indices,
+        cache,
+        page_stride,
+        table,
+        columns,
+        pages,
+        ROW_BYTES,
+        SPACE,
+        PAGE,
+        WORLD,
+        RANK,
+        INTERLEAVE,
+    )
+    raw = raw_row(at, live, FORMAT)
+    key_at, key_live = rows_at(
+        start + key,
+        end,
+        indices,
+        cache,
+        page_stride,
+        table,
+        columns,
+        pages,
+        ROW_BYTES,
+        SPACE,
+        PAGE,
+        WORLD,
+        RANK,
+        INTERLEAVE,
+    )
+    scales = ()
+    if FORMAT == "flashmla":
+        for i in tl.static_range(4):
+            scales = scales + (float_at(key_at, key_live, 512 + 4 * i),)
+    return raw, scales, key_live
+
+
+@triton.jit
+def put(
+    o, factor, to, inside, PART: tl.constexpr, HEADS: tl.constexpr, COUNT: tl.constexpr, GROUP: tl.constexpr
+):
+    """Store ``o [COUNT, HEADS]`` times a factor a head as part ``PART`` of the heads' outputs."""
+    x = from_tile(tl.trans(o * factor[None, :]), HEADS, COUNT, GROUP)
+    column = PART * COUNT + tl.arange(0, COUNT)
     tl.store(to[:, None] + column[None, :], x.to(to.dtype.element_ty), mask=inside[:, None])
 
 
@@ -117,11 +292,14 @@ def attend(
     Q_ELEMENT: tl.constexpr,
     GROUP: tl.constexpr,
     SHARED_GROUP: tl.constexpr,
+    RUN: tl.constexpr,
+    SHARED_RUN: tl.constexpr,
     SMALL: tl.constexpr,
     SPLITS: tl.constexpr,
     CHUNK: tl.constexpr,
     HEADS: tl.constexpr,
     KEYS: tl.constexpr,
+    COUNT: tl.constexpr,
     TERMS: tl.constexpr,
     STAGES: tl.constexpr,
     LSE: tl.constexpr,
@@ -137,6 +315,7 @@ def attend(
     row = (program // blocks // SPLITS).to(tl.int64)
     head = program % blocks * HEADS + tl.arange(0, HEADS)
     inside = head < heads
+    indices += row * index_row
 
     end = width
     if index_len is not None:
@@ -149,6 +328,26 @@ def attend(
         end = tl.where((request >= 0) & (request < requests), end, begin)
         table = block_table + request.to(tl.int64) * table_row
 
+    if CHUNK == KEYS:  # one tile: its keys are on their way while the query is turned
+        raw, scales, live = tile_of(
+            begin,
+            end,
+            indices,
+            cache,
+            page_stride,
+            table,
+            columns,
+            pages,
+            FORMAT,
+            ROW_BYTES,
+            SPACE,
+            PAGE,
+            WORLD,
+            RANK,
+            INTERLEAVE,
+            KEYS,
+        )
+
     scale = softmax_scale
     unit = 1.0
     if k_scale is not None:
@@ -156,77 +355,69 @@ def attend(
         scale *= unit
     if q_scale is not None:
         scale *= tl.load(q_scale)
-
     q_at = q + row * q_row + head.to(tl.int64) * q_head
-    x0 = query(q_at, inside, 0, QUARTER, Q_ELEMENT)
-    x1 = query(q_at, inside, 128, QUARTER, Q_ELEMENT)
-    x2 = query(q_at, inside, 256, QUARTER, Q_ELEMENT)
-    x3 = query(q_at, inside, 384, QUARTER, Q_ELEMENT)
-    xs = query(q_at, inside, 512, SHARED, Q_ELEMENT)
-    if SMALL:  # queries are raised by as much, or as far as their largest number lets them be
-        most = tl.maximum(tl.maximum(largest(x0), largest(x1)), tl.maximum(largest(x2), largest(x3)))
-        most = tl.maximum(most, largest(xs))
-        exponent = tl.minimum(126 - ((most.to(tl.int32, bitcast=True) >> 23) - 127), SMALL)
-        raised = power_of_two(exponent)
-        factor = power_of_two(SMALL - exponent) * scale
-    else:
-        raised = tl.full((HEADS,), 1.0, tl.float32)
-        factor = tl.full((HEADS,), 1.0, tl.float32) * scale
-    q0 = operand(x0, raised, HEADS, QUARTER, GROUP)
-    q1 = operand(x1, raised, HEADS, QUARTER, GROUP)
-    q2 = operand(x2, raised, HEADS, QUARTER, GROUP)
-    q3 = operand(x3, raised, HEADS, QUARTER, GROUP)
-    qs = operand(xs, raised, HEADS, SHARED, SHARED_GROUP)
+    q_latent, q_shared, factor = queries(
+        q_at, inside, scale, Q_ELEMENT, GROUP, SHARED_GROUP, RUN, SHARED_RUN, SMALL, HEADS, COUNT
+    )
 
     top = tl.full((HEADS,), -INFINITY, tl.float32)
     total = tl.zeros((KEYS, HEADS), tl.float32)
-    o0 = tl.zeros((QUARTER, HEADS), tl.float32)
-    o1 = tl.zeros((QUARTER, HEADS), tl.float32)
-    o2 = tl.zeros((QUARTER, HEADS), tl.float32)
-    o3 = tl.zeros((QUARTER, HEADS), tl.float32)
-    for start in tl.range(begin, end, KEYS, num_stages=STAGES):
-        column = start + tl.arange(0, KEYS)
-        live = column < end
-        index = tl.load(indices + row * index_row + column, mask=live, other=-1)
-        page, place, live = locate(index, live, table, columns, pages, SPACE, PAGE, WORLD, RANK, INTERLEAVE)
-        at = cache + page * page_stride + place.to(tl.int64) * ROW_BYTES
-        k0 = quarter(at, live, 0, FORMAT, SMALL == 0, KEYS)
-        k1 = quarter(at, live, 1, FORMAT, SMALL == 0, KEYS)
-        k2 = quarter(at, live, 2, FORMAT, SMALL == 0, KEYS)
-        k3 = quarter(at, live, 3, FORMAT, SMALL == 0, KEYS)
-        ks = shared_part(at, live, FORMAT, SMALL == 0, KEYS)
-        if FORMAT == "flashmla":
-            s0, s1 = float_at(at, live, 512), float_at(at, live, 516)
-            s2, s3 = float_at(at, live, 520), float_at(at, live, 524)
-            s = tl.dot(k0, q0) * s0[:, None] + tl.dot(k1, q1) * s1[:, None]
-            s += tl.dot(k2, q2) * s2[:, None] + tl.dot(k3, q3) * s3[:, None]
-            s += tl.dot(ks, qs)
-        else:
-            s = tl.dot(k0, q0)
-            s = tl.dot(k1, q1, s)
-            s = tl.dot(k2, q2, s)
-            s = tl.dot(k3, q3, s)
-            s = tl.dot(ks, qs, s)
-        s = tl.where(live[:, None], s * factor[None, :], -INFINITY)
-        higher = tl.maximum(top, tl.max(s, axis=0))
-        # Nothing yet, or a logit of +inf: whatever is subtracted, the exponential says the right thing of it.
-        base = tl.where(tl.abs(higher) < INFINITY, higher, 0.0)
-        p = tl.exp(s - base[None, :])
-        keep = tl.exp(top - base)
-        top = higher
-        total = total * keep[None, :] + p
-        if SMALL:
-            p *= LIFT
-        if FORMAT == "flashmla":
-            o0 = add_values(o0, k0, p * s0[:, None], keep, TERMS)
-            o1 = add_values(o1, k1, p * s1[:, None], keep, TERMS)
-            o2 = add_values(o2, k2, p * s2[:, None], keep, TERMS)
-            o3 = add_values(o3, k3, p * s3[:, None], keep, TERMS)
-        else:
-            o0 = add_values(o0, k0, p, keep, TERMS)
-            o1 = add_values(o1, k1, p, keep, TERMS)
-            o2 = add_values(o2, k2, p, keep, TERMS)
-            o3 = add_values(o3, k3, p, keep, TERMS)
+    o = ()
+    for _ in tl.static_range(512 // COUNT):
+        o = o + (tl.zeros((COUNT, HEADS), tl.float32),)
+    if CHUNK == KEYS:
+        top, total, o = add_tile(
+            (top, total, o),
+            raw,
+            scales,
+            live,
+            q_latent,
+            q_shared,
+            factor,
+            FORMAT,
+            RUN,
+            SHARED_RUN,
+            SMALL,
+            KEYS,
+            COUNT,
+            TERMS,
+        )
+    else:
+        for start in tl.range(begin, end, KEYS, num_stages=STAGES):
+            raw, scales, live = tile_of(
+                start,
+                end,
+                indices,
+                cache,
+                page_stride,
+                table,
+                columns,
+                pages,
+                FORMAT,
+                ROW_BYTES,
+                SPACE,
+                PAGE,
+                WORLD,
+                RANK,
+                INTERLEAVE,
+                KEYS,
+            )
+            top, total, o = add_tile(
+                (top, total, o),
+                raw,
+                scales,
+                live,
+                q_latent,
+                q_shared,
+                factor,
+                FORMAT,
+                RUN,
+                SHARED_RUN,
+                SMALL,
+                KEYS,
+                COUNT,
+                TERMS,
+            )
 
     weight = tl.sum(total, axis=0)
     lse = tl.where(top == INFINITY, weight, top + tl.log(weight))
@@ -237,10 +428,8 @@ def attend(
     row = row * SPLITS + part
     to = out + row * out_row + head.to(tl.int64) * out_head
     if SPLITS == 1 or begin < end:  # an empty part is known by its LSE
-        put(o0, share, to, inside, 0, HEADS, GROUP)
-        put(o1, share, to, inside, 1, HEADS, GROUP)
-        put(o2, share, to, inside, 2, HEADS, GROUP)
-        put(o3, share, to, inside, 3, HEADS, GROUP)
+        for i in tl.static_range(512 // COUNT):
+            put(o[i], share, to, inside, i, HEADS, COUNT, GROUP)
     if LSE:
         tl.store(lse_out + row * lse_row + head, lse, mask=inside)
 

@@ -1,4 +1,4 @@
-"""How the portable latent kernels are cut for a Spec: formats, blocks of heads, tiles and splits of keys, bytes.
+"""How the portable latent kernels are cut for a Spec: formats, blocks of heads, tiles and parts of keys, bytes.
 
 All of it follows from Spec, Limits and architecture, before a device exists; no number of a call changes it.
 So a row's bits depend on nothing but the row. Imports neither torch nor Triton.
@@ -12,22 +12,45 @@ from kimi_hal.dispatch.contract import Sizes
 from kimi_hal.ops.sparse_mla import SparseMLASpec
 from kimi_hal.ops.spec import Limits
 
-#: Format -> what the kernels call it, GROUP of its latents, of its key part, the exponent it is left small by.
+
+@dataclass(frozen=True)
+class Format:
+    """What the attention kernel is told of a latent format.
+
+    Args:
+        kind: what the kernels call it.
+        group: numbers whose order a word's decoding interleaves with as many others, of the latents.
+        shared_group: the same of the key part.
+        run: numbers of a row in one thread's 16 bytes, of the latents.
+        shared_run: the same of the key part.
+        small: exponent by which decoded keys may be left smaller than they are; 0: they are as they are.
+        count: latents multiplied at once: 128 where each 128 have a scale, or rows are long; else 256.
+    """
+
+    kind: str
+    group: int
+    shared_group: int
+    run: int
+    shared_run: int
+    small: int
+    count: int
+
+
 FORMATS = {
-    "latent.fp8.e4m3fn.tensor": ("e4m3fn", 2, 2, 120),
-    "latent.fp8.e4m3fnuz.tensor": ("e4m3fnuz", 2, 2, 119),
-    "latent.nvfp4.352": ("nvfp4", 4, 2, 120),
-    "latent.flashmla.656": ("flashmla", 2, 1, 0),
-    "latent.bf16": ("bf16", 1, 1, 0),
+    "latent.fp8.e4m3fn.tensor": Format("e4m3fn", 2, 2, 16, 16, 120, 256),
+    "latent.fp8.e4m3fnuz.tensor": Format("e4m3fnuz", 2, 2, 16, 16, 119, 256),
+    "latent.nvfp4.352": Format("nvfp4", 4, 2, 32, 16, 120, 256),
+    "latent.flashmla.656": Format("flashmla", 2, 1, 16, 8, 0, 128),
+    "latent.bf16": Format("bf16", 1, 1, 8, 8, 0, 128),
 }
-#: Architectures whose matrix units are known to keep subnormal bfloat16 numbers.
-SUBNORMAL = ("sm_90", "sm_100", "sm_103")
+#: Architectures on which tiles were measured: keys are left small, and loads run two tiles ahead.
+MEASURED = ("sm_90", "sm_100", "sm_103")
 #: Heads of a block: a power of two, from the dot's least to what the registers hold.
 LEAST_HEADS, MOST_HEADS = 16, 32
-#: Programs that a decode plan aims at: two for each multiprocessor of a large device.
-PROGRAMS = 264
-#: The fewest keys of a split, and the most splits.
-LEAST_CHUNK, MOST_SPLITS = 64, 32
+#: The most parts of a row's keys.
+MOST_SPLITS = 32
+#: What a program costs beside its tiles, in tiles: the query, the output, and its share of adding the parts.
+FIXED = 1.5
 
 
 @dataclass(frozen=True)
@@ -55,18 +78,21 @@ class Cut:
 
 def cut(spec: SparseMLASpec, limits: Limits, arch: str) -> Cut:
     """Return the sizes for a Spec, Limits and architecture (``""``: unknown)."""
-    heads = head_block(spec.num_heads)
-    keys = 64
-    splits = split_count(spec.topk, keys, limits.max_rows * -(-spec.num_heads // heads))
-    chunk = -(-spec.topk // (splits * keys)) * keys
+    heads, measured = head_block(spec.num_heads), arch in MEASURED
+    wide = measured and heads == MOST_HEADS
+    keys = 128 if wide else 64
+    fits = not (wide and spec.latent == "latent.bf16")  # tiles in flight, in a multiprocessor's shared memory
+    tiles = -(-spec.topk // keys)
+    programs = limits.max_rows * -(-spec.num_heads // heads)
+    splits = split_count(tiles, programs, slots=132 if wide else 264)
     return Cut(
-        small=FORMATS[spec.latent][3] if arch in SUBNORMAL else 0,
+        small=FORMATS[spec.latent].small if measured else 0,
         heads=heads,
         keys=keys,
         splits=splits,
-        chunk=chunk,
-        warps=4 if heads == LEAST_HEADS else 8,
-        stages=2,
+        chunk=-(-tiles // splits) * keys,
+        warps=8 if wide else 4,
+        stages=3 if measured and fits else 1,
     )
 
 
@@ -76,10 +102,18 @@ def head_block(num_heads: int) -> int:
     return min(LEAST_HEADS * (blocks & -blocks), MOST_HEADS)
 
 
-def split_count(topk: int, keys: int, programs: int) -> int:
-    """Return into how many parts a row's keys are split, a power of two: enough programs, none without a tile."""
-    most = min(MOST_SPLITS, PROGRAMS // max(1, programs), -(-topk // max(keys, LEAST_CHUNK)))
-    return 1 << max(0, most.bit_length() - 1)
+def split_count(tiles: int, programs: int, slots: int) -> int:
+    """Return into how many parts a row's tiles are split, a power of two: what takes the least time.
+
+    A device runs ``slots`` programs at once (132 multiprocessors, two each, or one of twice the size), in as
+    many rounds as it takes.
+    """
+    choices = [1 << n for n in range(MOST_SPLITS.bit_length()) if 1 << n <= tiles]
+
+    def cost(splits: int) -> float:
+        return -(-programs * splits // slots) * (-(-tiles // splits) + FIXED)
+
+    return min(choices, key=cost, default=1)
 
 
 def partial_floats(spec: SparseMLASpec, splits: int, rows: int) -> tuple[int, int]:

@@ -109,16 +109,29 @@ def fp8_numbers(code, ELEMENT: tl.constexpr):
 
 
 @triton.jit
-def fp8_tile(word, ELEMENT: tl.constexpr, RAISED: tl.constexpr, ROWS: tl.constexpr, COUNT: tl.constexpr):
-    """Return ``[ROWS, COUNT]`` bfloat16 of words of four FP8 numbers; GROUP is 2."""
+def any_of_four(word, ROWS: tl.constexpr):
+    """Return ``[ROWS, 4]``: the bits of each four of 16 words together."""
+    left, right = tl.split(tl.reshape(word, (ROWS, 4, 2, 2)))
+    first, second = tl.split(left | right)
+    return first | second
+
+
+@triton.jit
+def fp8_tile(word, ELEMENT: tl.constexpr, RAISED: tl.constexpr, ROWS: tl.constexpr):
+    """Return ``[ROWS, 64]`` bfloat16 of 16 words of four FP8 numbers; GROUP is 2.
+
+    A NaN anywhere in a key makes its logit and its row NaN, so that of four words, which one thread holds, may
+    stand in the first.
+    """
     even = ((word << 8) & SIGNS) | ((word << 4) & 0x07F007F0)
     odd = (word & SIGNS) | ((word >> 4) & 0x07F007F0)
     if RAISED:
         factor = 2.0**119 if ELEMENT == "e4m3fnuz" else 2.0**120
         even, odd = scaled(even, factor), scaled(odd, factor)
-    # One NaN makes the whole key NaN, so it may stand in any of the word's numbers.
-    even = tl.where(fp8_nan(word, ELEMENT) != 0, NANS, even)
-    return numbers(tl.join(even, odd), ROWS, COUNT)
+    found = any_of_four(fp8_nan(word, ELEMENT), ROWS) != 0
+    first = (tl.arange(0, 4) == 0)[None, None, :] & found[:, :, None]
+    even = tl.where(tl.reshape(first, (ROWS, 16)), NANS, even)
+    return numbers(tl.join(even, odd), ROWS, SHARED)
 
 
 @triton.jit
@@ -139,48 +152,146 @@ def nvfp4_tile(word, factor, RAISED: tl.constexpr, ROWS: tl.constexpr, COUNT: tl
 
 
 @triton.jit
-def nvfp4_scales(at, live, PART: tl.constexpr):
+def nvfp4_lanes(at, live):
+    """Return the eight words of scales, two of each of four lanes, ``[rows]`` each."""
+    lanes = (at + 320).to(tl.pointer_type(tl.int32))
+    return (
+        tl.load(lanes, live, 0),
+        tl.load(lanes + 1, live, 0),
+        tl.load(lanes + 2, live, 0),
+        tl.load(lanes + 3, live, 0),
+        tl.load(lanes + 4, live, 0),
+        tl.load(lanes + 5, live, 0),
+        tl.load(lanes + 6, live, 0),
+        tl.load(lanes + 7, live, 0),
+    )
+
+
+@triton.jit
+def nvfp4_scales(lanes, PART: tl.constexpr):
     """Return the float32 scales ``[rows, 16]`` of the 16 words of quarter ``PART``: two words share one.
 
     Scale ``s`` stands at byte ``320 + 8 (s & 3) + (s >> 2)``: each of four lanes has two of a quarter's eight
     beside each other. A lane's word is read for a row, and words choose theirs, so that no byte is read apart.
     """
-    lanes = (at + 320).to(tl.pointer_type(tl.int32)) + PART // 2
+    HALF: tl.constexpr = PART // 2
     word = tl.arange(0, 16)[None, :]
     lane = (word >> 1) & 3
-    low = tl.where(lane == 0, tl.load(lanes, live, 0)[:, None], tl.load(lanes + 2, live, 0)[:, None])
-    high = tl.where(lane == 2, tl.load(lanes + 4, live, 0)[:, None], tl.load(lanes + 6, live, 0)[:, None])
+    low = tl.where(lane == 0, lanes[HALF][:, None], lanes[2 + HALF][:, None])
+    high = tl.where(lane == 2, lanes[4 + HALF][:, None], lanes[6 + HALF][:, None])
     code = tl.where(lane < 2, low, high) >> (8 * (PART % 2 * 2 + (word >> 3)))
     return fp8_numbers(code & 0xFF, "e4m3fn")
 
 
 @triton.jit
-def quarter(at, live, PART: tl.constexpr, FORMAT: tl.constexpr, RAISED: tl.constexpr, ROWS: tl.constexpr):
+def beside(left, right, ROWS: tl.constexpr, COUNT: tl.constexpr):
+    """Put two ``[ROWS, COUNT / 2]`` tiles side by side."""
+    both = tl.permute(tl.join(left, right), (0, 2, 1))
+    return tl.reshape(both, (ROWS, COUNT))
+
+
+@triton.jit
+def raw_row(at, live, FORMAT: tl.constexpr):
+    """Return the words of whole rows, ``[rows, 16]`` each, and NVFP4's words of scales: a tuple."""
+    if FORMAT == "bf16":
+        raw = raw_tiles(at, live, 0, 16) + raw_tiles(at, live, 1024, 2)
+    elif FORMAT == "flashmla":
+        raw = raw_tiles(at, live, 0, 8) + raw_tiles(at, live, 528, 2)
+    elif FORMAT == "nvfp4":
+        raw = raw_tiles(at, live, 0, 5) + nvfp4_lanes(at, live)
+    else:
+        raw = raw_tiles(at, live, 0, 9)
+    return raw
+
+
+@triton.jit
+def raw_tiles(at, live, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """Return ``COUNT`` runs of 16 words from byte ``FIRST`` of the rows on."""
+    raw = ()
+    for i in tl.static_range(COUNT):
+        raw = raw + (words(at, live, FIRST + 64 * i, 16),)
+    return raw
+
+
+@triton.jit
+def fp8_quarter(raw, PART: tl.constexpr, ELEMENT: tl.constexpr, RAISED: tl.constexpr, ROWS: tl.constexpr):
+    """Return 128 FP8 numbers of the rows."""
+    left = fp8_tile(raw[2 * PART], ELEMENT, RAISED, ROWS)
+    right = fp8_tile(raw[2 * PART + 1], ELEMENT, RAISED, ROWS)
+    return beside(left, right, ROWS, QUARTER)
+
+
+@triton.jit
+def bf16_half(raw, FIRST: tl.constexpr, ROWS: tl.constexpr):
+    """Return 64 bfloat16 numbers of the rows, of two runs of words."""
+    left, right = numbers(raw[FIRST], ROWS, 32), numbers(raw[FIRST + 1], ROWS, 32)
+    return beside(left, right, ROWS, SHARED)
+
+
+@triton.jit
+def quarter(raw, PART: tl.constexpr, FORMAT: tl.constexpr, RAISED: tl.constexpr, ROWS: tl.constexpr):
     """Return quarter ``PART`` of the rows' latents, ``[ROWS, 128]`` bfloat16, in the tile's order."""
     if FORMAT == "bf16":
-        tile = numbers(words(at, live, PART * 256, 64), ROWS, QUARTER)
+        tile = beside(bf16_half(raw, 4 * PART, ROWS), bf16_half(raw, 4 * PART + 2, ROWS), ROWS, QUARTER)
     elif FORMAT == "nvfp4":
-        word = words(at, live, PART * 64, 16)
-        tile = nvfp4_tile(word, nvfp4_scales(at, live, PART), RAISED, ROWS, QUARTER)
+        tile = nvfp4_tile(raw[PART], nvfp4_scales(raw[5:], PART), RAISED, ROWS, QUARTER)
     elif FORMAT == "flashmla":
-        tile = fp8_tile(words(at, live, PART * 128, 32), "e4m3fn", RAISED, ROWS, QUARTER)
+        tile = fp8_quarter(raw, PART, "e4m3fn", RAISED, ROWS)
     else:
-        tile = fp8_tile(words(at, live, PART * 128, 32), FORMAT, RAISED, ROWS, QUARTER)
+        tile = fp8_quarter(raw, PART, FORMAT, RAISED, ROWS)
     return tile
 
 
 @triton.jit
-def shared_part(at, live, FORMAT: tl.constexpr, RAISED: tl.constexpr, ROWS: tl.constexpr):
-    """Return the rows' shared key part, ``[ROWS, 64]`` bfloat16, in the tile's order."""
+def latents(raw, FORMAT: tl.constexpr, RAISED: tl.constexpr, ROWS: tl.constexpr, COUNT: tl.constexpr):
+    """Return the rows' latents as tiles of ``COUNT`` numbers, 128 or 256, keys in order: a tuple."""
+    tiles = ()
+    for part in tl.static_range(512 // COUNT):
+        if COUNT == 256:
+            left = quarter(raw, 2 * part, FORMAT, RAISED, ROWS)
+            tile = beside(left, quarter(raw, 2 * part + 1, FORMAT, RAISED, ROWS), ROWS, COUNT)
+        else:
+            tile = quarter(raw, part, FORMAT, RAISED, ROWS)
+        tiles = tiles + (in_order(tile, ROWS, COUNT),)
+    return tiles
+
+
+@triton.jit
+def shared_part(raw, FORMAT: tl.constexpr, RAISED: tl.constexpr, ROWS: tl.constexpr):
+    """Return the rows' shared key part, ``[ROWS, 64]`` bfloat16, keys in order."""
     if FORMAT == "bf16":
-        tile = numbers(words(at, live, 1024, 32), ROWS, SHARED)
+        tile = bf16_half(raw, 16, ROWS)
     elif FORMAT == "flashmla":
-        tile = numbers(words(at, live, 528, 32), ROWS, SHARED)
+        tile = bf16_half(raw, 8, ROWS)
     elif FORMAT == "nvfp4":
-        tile = fp8_tile(words(at, live, 256, 16), "e4m3fn", RAISED, ROWS, SHARED)
+        tile = fp8_tile(raw[4], "e4m3fn", RAISED, ROWS)
     else:
-        tile = fp8_tile(words(at, live, 512, 16), FORMAT, RAISED, ROWS, SHARED)
-    return tile
+        tile = fp8_tile(raw[8], FORMAT, RAISED, ROWS)
+    return in_order(tile, ROWS, SHARED)
+
+
+@triton.jit
+def loaded(key, KEYS: tl.constexpr):
+    """Return the key that row ``key`` of a tile is loaded for; ``in_order`` brings it to its place."""
+    return key % (KEYS // 2) // 8 * 16 + key // (KEYS // 2) * 8 + key % 8
+
+
+@triton.jit
+def in_order(x, ROWS: tl.constexpr, COUNT: tl.constexpr):
+    """Bring the rows of a tile, loaded in the order of ``loaded``, into the order of keys."""
+    parts = tl.permute(tl.reshape(x, (2, ROWS // 16, 8, COUNT)), (1, 0, 2, 3))
+    return tl.reshape(parts, (ROWS, COUNT))
+
+
+@triton.jit
+def contracted(x, ROWS: tl.constexpr, COUNT: tl.constexpr, RUN: tl.constexpr):
+    """Bring ``[ROWS, COUNT]`` from the tile's order into that in which keys and queries are multiplied.
+
+    A thread holds ``RUN`` numbers in sequence, the quarter of a run of four threads; an instruction takes
+    four from each of these. Any order gives the same sum, if keys and queries have the same.
+    """
+    parts = tl.reshape(x, (ROWS, COUNT // (4 * RUN), 4, RUN // 4, 2, 2))
+    return tl.reshape(tl.permute(parts, (0, 1, 3, 4, 2, 5)), (ROWS, COUNT))
 
 
 @triton.jit

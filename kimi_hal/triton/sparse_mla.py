@@ -110,7 +110,7 @@ def build_store_latent(ctx: BuildContext) -> Callable[..., Any]:
     """Make the run function of ``store_latent``: one program a token."""
     spec, check = ctx.spec, ctx.check
     row_bytes = formats.latent(spec.latent).row_bytes
-    kind = latent_plan.FORMATS[spec.latent][0]
+    kind = latent_plan.FORMATS[spec.latent].kind
 
     def run(kv_c: Any, k_pe: Any, slots: Any, cache: Any, k_scale: Any = None) -> None:
         check(kv_c=kv_c, k_pe=k_pe, slots=slots, cache=cache, k_scale=k_scale)
@@ -146,9 +146,9 @@ def build_sparse_mla_p16(ctx: BuildContext) -> Callable[..., Any]:
 
 def _constants(spec: Any, cut: latent_plan.Cut) -> dict[str, Any]:
     """Return the constants of the attention kernel."""
-    kind, group, shared_group, _ = latent_plan.FORMATS[spec.latent]
+    fmt = latent_plan.FORMATS[spec.latent]
     return {
-        "FORMAT": kind,
+        "FORMAT": fmt.kind,
         "ROW_BYTES": formats.latent(spec.latent).row_bytes,
         "PAGE": spec.page,
         "SPACE": spec.index_space,
@@ -156,13 +156,16 @@ def _constants(spec: Any, cut: latent_plan.Cut) -> dict[str, Any]:
         "RANK": spec.dcp.rank,
         "INTERLEAVE": spec.dcp.interleave,
         "Q_ELEMENT": spec.q_dtype.removeprefix("float8_"),
-        "GROUP": group,
-        "SHARED_GROUP": shared_group,
+        "GROUP": fmt.group,
+        "SHARED_GROUP": fmt.shared_group,
+        "RUN": fmt.run,
+        "SHARED_RUN": fmt.shared_run,
         "SMALL": cut.small,
         "SPLITS": cut.splits,
         "CHUNK": cut.chunk,
         "HEADS": cut.heads,
         "KEYS": cut.keys,
+        "COUNT": fmt.count,
         "STAGES": cut.stages,
         "num_warps": cut.warps,
     }
