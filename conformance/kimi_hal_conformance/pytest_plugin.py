@@ -1,0 +1,54 @@
+"""The suite as a pytest plugin: ``pytest --pyargs kimi_hal_conformance --kimi-hal-backend NAME``.
+
+Without that option it adds its options and nothing else: neither torch nor the suite is imported.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from kimi_hal_conformance.sessions import Session
+
+#: Under which name pytest keeps the session of the suite.
+NAME = "kimi-hal-session"
+MISSING = "say which backend is to be tried: --kimi-hal-backend NAME (an installed plugin, or reference)"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options, of the same names and meanings as those of ``kimi-hal conformance run``."""
+    group = parser.getgroup("kimi-hal", "kimi-hal conformance")
+    group.addoption("--kimi-hal-backend", metavar="NAME", help="an installed backend, or reference")
+    group.addoption(
+        "--kimi-hal-execution",
+        metavar="HOW",
+        default="native",
+        help="native (default), portable or interpreted",
+    )
+    group.addoption(
+        "--kimi-hal-profile", metavar="NAME", default="", help="interp, quick (default) or standard"
+    )
+    group.addoption("--kimi-hal-case", metavar="ID", action="append", default=[], help="may be repeated")
+    group.addoption("--kimi-hal-implementation", metavar="NAME", default="", help="this one alone")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start a session of the suite if a backend is named."""
+    if config.getoption("--kimi-hal-backend"):
+        from kimi_hal_conformance.sessions import Session
+
+        config.pluginmanager.register(Session(config), NAME)
+
+
+def session(config: pytest.Config) -> Session:
+    """Return the running session.
+
+    Raises:
+        pytest.UsageError: no backend is named.
+    """
+    found: Session | None = config.pluginmanager.get_plugin(NAME)
+    if found is None:
+        raise pytest.UsageError(MISSING)
+    return found
