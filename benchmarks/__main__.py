@@ -10,7 +10,7 @@ import sys
 import benchmarks
 
 #: Need a device or a group of machines; run by name.
-BY_NAME_ONLY: frozenset[str] = frozenset({"indexer"})
+BY_NAME_ONLY: frozenset[str] = frozenset({"indexer", "sparse_mla"})
 
 
 def names() -> list[str]:
