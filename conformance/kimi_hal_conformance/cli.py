@@ -45,6 +45,9 @@ def cli() -> None:
     "--limit", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="Limit of a case."
 )
 @click.option("--lanes", type=click.IntRange(min=1), metavar="N", help="Processes at once.")
+@click.option(
+    "--repeats", type=click.IntRange(min=0), metavar="N", help="Calls beside the first, to compare bits."
+)
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write JSON here.")
 @click.option("--junitxml", type=click.Path(dir_okay=False, path_type=Path), help="Write JUnit XML here.")
 @click.option(
@@ -66,6 +69,7 @@ def run(
     seed: int,
     limit: float | None,
     lanes: int | None,
+    repeats: int | None,
     json_path: Path | None,
     junitxml: Path | None,
     html: Path | None,
@@ -88,7 +92,7 @@ def run(
     try:
         waived = waivers.read(waivers_path) if waivers_path else ()
         request = suite.Request(
-            backend, execution, profile or "", only, implementation, seed, limit, lanes, waived
+            backend, execution, profile or "", only, implementation, seed, limit, lanes, waived, repeats
         )
         with console.status(f"{backend}: starting") as status:
             report = suite.run(request, lambda v: status.update(f"{v.implementation} {v.case}: {v.status}"))

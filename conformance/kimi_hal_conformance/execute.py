@@ -17,7 +17,9 @@ from kimi_hal.parallel.groups import LoopbackGroup
 from kimi_hal_conformance.calls import Called, Subject
 from kimi_hal_conformance.case import Case, generator
 from kimi_hal_conformance.judges import judge
+from kimi_hal_conformance.levels import REPRODUCIBLE, of
 from kimi_hal_conformance.oracle import Question, answer
+from kimi_hal_conformance.promises import Kept, kept
 from kimi_hal_conformance.roundings import inner
 from kimi_hal_conformance.scripts import call
 from kimi_hal_conformance.trial import Trial
@@ -27,13 +29,20 @@ from kimi_hal_conformance.verdict import FAILED, PASSED, REFUSED, Measure, Verdi
 RANK_TIMEOUT = 600.0
 
 
-def run_case(case: Case, subject: Subject, seed: int) -> Verdict:
-    """Plan, run between canaries, then ask the oracle; return the verdict. Exceptions become verdicts."""
+def run_case(case: Case, subject: Subject, seed: int, repeats: int = 0) -> Verdict:
+    """Plan, run between canaries, then ask the oracle; return the verdict. Exceptions become verdicts.
+
+    What is right is called ``repeats`` times more where determinism is declared: ``promises.py``.
+    """
     start = time.perf_counter()
     measures: Sequence[Measure] = ()
-    output = ""
+    output, level, promises = "", of(case), Kept()
     try:
         problems, measures = try_case(case, subject, seed)
+        if not problems:
+            promises = kept(case, subject, seed, repeats)
+            problems = list(promises.problems)
+            level = REPRODUCIBLE if problems else level
         status = FAILED if problems else PASSED
     except KeyboardInterrupt:
         raise
@@ -53,6 +62,8 @@ def run_case(case: Case, subject: Subject, seed: int) -> Verdict:
         seed=seed,
         fault=case.fault,
         output=output,
+        level=level,
+        promises=promises.tried,
     )
 
 

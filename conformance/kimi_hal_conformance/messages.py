@@ -19,6 +19,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         cases: ids.
         seed: of the operands.
         limit: seconds that a case may take; the process ends itself long after, should nobody else.
+        repeats: calls of a case that passed, beside the first, where determinism is declared.
     """
 
     implementation: str
@@ -27,6 +28,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     cases: tuple[str, ...]
     seed: int
     limit: float
+    repeats: int = 0
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True):

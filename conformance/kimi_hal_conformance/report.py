@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kimi_hal_conformance import waivers
+from kimi_hal_conformance import levels, waivers
 from kimi_hal_conformance.verdict import (
     AGAINST,
     CRASHED,
@@ -35,6 +35,8 @@ SHOWN = 12
 def print_report(report: Report, console: Console) -> None:
     """Print one line an implementation, what was not tried, every problem, and the closing line."""
     console.print(_table(report))
+    for line in levels.lines(report.standings):
+        console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
     for reason, count in left_out(report).items():
         console.print(f"not run, {count}: {escape(reason)}", style="dim", highlight=False)
     if report.not_implemented:

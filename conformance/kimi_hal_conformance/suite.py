@@ -22,7 +22,7 @@ from kimi_hal.dispatch.sources import source_hash
 from kimi_hal.errors import PluginError, unknown
 from kimi_hal.ops.composites import part_specs
 from kimi_hal.settings import VARIABLES, Settings
-from kimi_hal_conformance import __version__, waivers
+from kimi_hal_conformance import __version__, levels, waivers
 from kimi_hal_conformance import case as cases
 from kimi_hal_conformance.case import Case
 from kimi_hal_conformance.cases import load
@@ -48,8 +48,11 @@ LIMITS = {"native": 60.0, "portable": 60.0, "interpreted": 300.0}
 HOST_LANES = 4
 
 PROFILES = ("interp", "quick", "standard")
+#: Calls beside the first of what is declared deterministic; an interpreter takes seconds for each.
+REPEATS = {"interp": 0, "quick": 1, "standard": 19}
 #: The profile of a run in which single cases are named.
 NAMED = "cases"
+REPEATS_OF_NAMED = 1
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ class Request:
         limit: seconds of one case; ``None``: by execution.
         lanes: processes at once; ``None``: one on a device, one a core (4 at most) where all is on the host.
         waivers: failures that are admitted.
+        repeats: calls of a case beside the first where determinism is declared; ``None``: by profile.
     """
 
     backend: str
@@ -77,6 +81,14 @@ class Request:
     limit: float | None = None
     lanes: int | None = None
     waivers: Sequence[Waiver] = ()
+    repeats: int | None = None
+
+    @property
+    def chosen_repeats(self) -> int:
+        """Return how often a call is repeated."""
+        if self.repeats is not None:
+            return self.repeats
+        return REPEATS.get(self.chosen_profile, REPEATS_OF_NAMED)
 
     @property
     def chosen_profile(self) -> str:
@@ -140,6 +152,7 @@ def run(request: Request, progress: Callable[[Verdict], None] = lambda verdict: 
         seconds=time.perf_counter() - begin,
         verdicts=judged,
         waivers=waived,
+        standings=levels.standings(judged),
     )
 
 
@@ -234,6 +247,7 @@ def batch(trial: Trial, loaded: Loaded, request: Request) -> Batch:
         cases=tuple(case.id for case in trial.cases),
         seed=request.seed,
         limit=request.limit or LIMITS[request.execution],
+        repeats=request.chosen_repeats,
     )
 
 
@@ -289,11 +303,13 @@ def _said(trial: Trial, case: str, status: str, problem: str) -> Verdict:
         implementation=trial.full_name,
         status=status,
         problems=(problem,),
+        level=levels.of_id(case),
     )
 
 
 def _with_replay(verdict: Verdict, request: Request) -> Verdict:
-    return msgspec.structs.replace(verdict, replay=replay(verdict, request))
+    level = verdict.level or levels.of_id(verdict.case)
+    return msgspec.structs.replace(verdict, replay=replay(verdict, request), level=level)
 
 
 def replay(verdict: Verdict, request: Request) -> str:

@@ -57,6 +57,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         replay: the command that runs the case again.
         was: the status that a waiver admits; empty where nothing is waived.
         waiver: its reason, link and last day.
+        level: what it speaks for (``levels.py``): the case's own, 3 where only a promise about bits is broken,
+            0 for what is said of all cases.
+        promises: that were tried beside the values: ``deterministic``, ``batch_invariant``.
     """
 
     case: str
@@ -72,6 +75,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     replay: str = ""
     was: str = ""
     waiver: str = ""
+    level: int = 0
+    promises: tuple[str, ...] = ()
 
 
 class Waiver(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,6 +123,25 @@ class OnTrial(msgspec.Struct, frozen=True, kw_only=True):
     numerics: tuple[str, ...] = ()
 
 
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """One level of one implementation: ``reached``, ``failed`` or ``not_tested``, and why it is not reached."""
+
+    level: int
+    name: str
+    state: str
+    why: str = ""
+
+
+class Standing(msgspec.Struct, frozen=True, kw_only=True):
+    """The highest level that an implementation of an operator reached, and what stops it from the next."""
+
+    operator: str
+    implementation: str
+    reached: int
+    stops: str
+    steps: tuple[Step, ...]
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """A whole run: who was tested, where, and every verdict. Nothing is left out of ``verdicts``.
 
@@ -137,6 +161,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         seconds: of the whole run.
         verdicts: every case of every implementation.
         waivers: all that were given, used or not.
+        standings: the level of each implementation of each operator.
     """
 
     schema_version: int
@@ -153,6 +178,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     verdicts: tuple[Verdict, ...]
     waivers: tuple[Waiver, ...] = ()
+    standings: tuple[Standing, ...] = ()
 
     @property
     def ok(self) -> bool:

@@ -75,7 +75,7 @@ def run(batch: Batch, answers: int) -> None:
     subject = Subject(batch.implementation, batch.device, hooks)
     for case_id in batch.cases:
         signal.alarm(math.ceil(PATIENCE * batch.limit) + 60)
-        verdict = run_case(cases.get(case_id), subject, batch.seed)
+        verdict = run_case(cases.get(case_id), subject, batch.seed, batch.repeats)
         send(answers, Done(verdict=verdict))
 
 
