@@ -57,6 +57,13 @@ def cli() -> None:
     metavar="FILE",
     help="TOML: failures that are admitted for a while.",
 )
+@click.option(
+    "--resume",
+    "resume_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="JSON of an earlier run: what passed or was refused there is kept.",
+)
 @html_option
 @click.pass_context
 def run(
@@ -74,13 +81,14 @@ def run(
     junitxml: Path | None,
     html: Path | None,
     waivers_path: Path | None,
+    resume_path: Path | None,
 ) -> None:
     """Run a backend's cases.
 
     Exit status: 0, something passed, and what did not is waived; 1, something did not pass, a waiver is
     stale or not needed, or nothing ran; 2, what was asked for does not exist.
     """
-    from kimi_hal_conformance import page, suite, waivers
+    from kimi_hal_conformance import page, resume, suite, waivers
     from kimi_hal_conformance import report as output
     from kimi_hal_conformance.cases import load
 
@@ -92,7 +100,17 @@ def run(
     try:
         waived = waivers.read(waivers_path) if waivers_path else ()
         request = suite.Request(
-            backend, execution, profile or "", only, implementation, seed, limit, lanes, waived, repeats
+            backend,
+            execution,
+            profile or "",
+            only,
+            implementation,
+            seed,
+            limit,
+            lanes,
+            waivers=waived,
+            repeats=repeats,
+            resume=resume.read(resume_path) if resume_path else None,
         )
         with console.status(f"{backend}: starting") as status:
             report = suite.run(request, lambda v: status.update(f"{v.implementation} {v.case}: {v.status}"))

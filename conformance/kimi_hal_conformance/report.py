@@ -35,6 +35,10 @@ SHOWN = 12
 def print_report(report: Report, console: Console) -> None:
     """Print one line an implementation, what was not tried, every problem, and the closing line."""
     console.print(_table(report))
+    if report.resumed:
+        kept = sum(v.kept for v in report.verdicts)
+        line = f"kept from the run of {report.resumed}: {kept} of {len(report.verdicts)} verdicts"
+        console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
     for line in levels.lines(report.standings):
         console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
     for reason, count in left_out(report).items():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 
@@ -22,7 +22,7 @@ from kimi_hal.dispatch.sources import source_hash
 from kimi_hal.errors import PluginError, unknown
 from kimi_hal.ops.composites import part_specs
 from kimi_hal.settings import VARIABLES, Settings
-from kimi_hal_conformance import __version__, levels, waivers
+from kimi_hal_conformance import __version__, levels, resume, waivers
 from kimi_hal_conformance import case as cases
 from kimi_hal_conformance.case import Case
 from kimi_hal_conformance.cases import load
@@ -70,6 +70,7 @@ class Request:
         lanes: processes at once; ``None``: one on a device, one a core (4 at most) where all is on the host.
         waivers: failures that are admitted.
         repeats: calls of a case beside the first where determinism is declared; ``None``: by profile.
+        resume: an earlier report, whose verdicts that still hold are kept.
     """
 
     backend: str
@@ -82,6 +83,7 @@ class Request:
     lanes: int | None = None
     waivers: Sequence[Waiver] = ()
     repeats: int | None = None
+    resume: Report | None = None
 
     @property
     def chosen_repeats(self) -> int:
@@ -122,6 +124,7 @@ def run(request: Request, progress: Callable[[Verdict], None] = lambda verdict: 
     Raises:
         UnknownNameError: no such backend, implementation or case; the nearest is named.
         PluginError: the backend cannot be loaded.
+        ResumeError: the report to go on from is of other conditions.
     """
     load()
     started, begin = datetime.now(UTC), time.perf_counter()
@@ -129,13 +132,16 @@ def run(request: Request, progress: Callable[[Verdict], None] = lambda verdict: 
     loaded, probe = registry.get(request.backend), registry.probe(request.backend)
     trials = list(on_trial(loaded, probe, request))
     recorded = tuple(on_record(t, loaded) for t in trials)  # before anything runs
-    running = [t for t in trials if t.cases]
+    before = kept(trials, recorded, request, versions(loaded, probe))
+    running = [left for t in trials if (left := without(t, before[t.key])).cases]
     environment = child_environment(request)
     outcome = run_batches(
         [batch(t, loaded, request) for t in running], environment, lanes(loaded, request), progress
     )
     answers = dict(zip((t.key for t in running), outcome.verdicts, strict=True))
-    verdicts = [v for t in trials for v in concluded(t, answers.get(t.key, ()), request)]
+    verdicts = [
+        v for t in trials for v in concluded(t, joined(t, before[t.key], answers.get(t.key, ())), request)
+    ]
     judged, waived = waivers.apply(request.waivers, verdicts, suite=__version__, today=started.date())
     return Report(
         schema_version=SCHEMA_VERSION,
@@ -144,7 +150,9 @@ def run(request: Request, progress: Callable[[Verdict], None] = lambda verdict: 
         execution=request.execution,
         profile=request.chosen_profile,
         seed=request.seed,
-        versions=versions(loaded, probe) | outcome.versions,
+        versions=(request.resume.versions if request.resume else {})
+        | versions(loaded, probe)
+        | outcome.versions,
         devices=tuple(probe.devices),
         implementations=recorded,
         not_implemented=tuple(op for op in ops.OPERATORS if not candidates(loaded, op)),
@@ -153,7 +161,39 @@ def run(request: Request, progress: Callable[[Verdict], None] = lambda verdict: 
         verdicts=judged,
         waivers=waived,
         standings=levels.standings(judged),
+        repeats=request.chosen_repeats,
+        resumed=request.resume.started if request.resume else "",
     )
+
+
+def kept(
+    trials: Sequence[Trial], recorded: Sequence[OnTrial], request: Request, known: Mapping[str, str]
+) -> dict[tuple[str, str], dict[str, Verdict]]:
+    """Return the verdicts of the run that this one goes on from, by trial and case."""
+    if request.resume:
+        conditions = {
+            "suite_version": __version__,
+            "backend": request.backend,
+            "execution": request.execution,
+            "profile": request.chosen_profile,
+            "seed": request.seed,
+        }
+        resume.check(request.resume, conditions, known)
+    return {
+        t.key: resume.kept(request.resume, record, [c.id for c in t.cases], request.chosen_repeats)
+        for t, record in zip(trials, recorded, strict=True)
+    }
+
+
+def without(trial: Trial, known: Mapping[str, Verdict]) -> Trial:
+    """Return a trial without the cases whose verdicts are known."""
+    return replace(trial, cases=tuple(c for c in trial.cases if c.id not in known))
+
+
+def joined(trial: Trial, known: Mapping[str, Verdict], answers: Sequence[Verdict]) -> list[Verdict]:
+    """Return the verdicts of a trial in its cases' order."""
+    found = {**known, **{v.case: v for v in answers}}
+    return [found[c.id] for c in trial.cases]
 
 
 def versions(loaded: Loaded, probe: Probe) -> dict[str, str]:

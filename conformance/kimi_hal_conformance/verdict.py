@@ -59,6 +59,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         waiver: its reason, link and last day.
         level: what it speaks for (``levels.py``): the case's own, 3 where only a promise about bits is broken,
             0 for what is said of all cases.
+        kept: it is an earlier run's, from which this one went on.
         promises: that were tried beside the values: ``deterministic``, ``batch_invariant``.
     """
 
@@ -77,6 +78,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     waiver: str = ""
     level: int = 0
     promises: tuple[str, ...] = ()
+    kept: bool = False
 
 
 class Waiver(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,6 +163,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         seconds: of the whole run.
         verdicts: every case of every implementation.
         waivers: all that were given, used or not.
+        repeats: calls beside the first of what is declared deterministic.
+        resumed: when the earlier run started from which this one went on; empty if from none.
         standings: the level of each implementation of each operator.
     """
 
@@ -179,6 +183,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     verdicts: tuple[Verdict, ...]
     waivers: tuple[Waiver, ...] = ()
     standings: tuple[Standing, ...] = ()
+    repeats: int = 0
+    resumed: str = ""
 
     @property
     def ok(self) -> bool:

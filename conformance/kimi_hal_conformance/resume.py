@@ -1,0 +1,91 @@
+"""Go on from an earlier run: what passed or was refused there under the same conditions is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import msgspec
+
+from kimi_hal.errors import KimiHalError
+from kimi_hal_conformance.verdict import PASSED, REFUSED, OnTrial, Report, Verdict
+from kimi_hal_conformance.verdict import read as read_report
+
+#: What is not tried again. What failed, was lost, was waived or did not run is.
+KEPT = (PASSED, REFUSED)
+
+
+class ResumeError(KimiHalError):
+    """An earlier report from which this run cannot go on."""
+
+
+def read(path: Path) -> Report:
+    """Read an earlier report.
+
+    Raises:
+        ResumeError: it is not there, or is none that this suite reads.
+    """
+    try:
+        return read_report(path.read_bytes())
+    except OSError as error:
+        raise ResumeError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, msgspec.ValidationError) as error:
+        raise ResumeError(f"{path}: {error}") from None
+
+
+def check(earlier: Report, now: Mapping[str, object], versions: Mapping[str, str]) -> None:
+    """Refuse a report of other conditions.
+
+    Args:
+        earlier: the report.
+        now: this run's ``suite_version``, ``backend``, ``execution``, ``profile`` and ``seed``.
+        versions: this run's, as far as they are known before a device is touched.
+
+    Raises:
+        ResumeError: names every difference.
+    """
+    found = list(_differences(earlier, now, versions))
+    if found:
+        raise ResumeError(
+            f"cannot resume the run of {earlier.started}: {'; '.join(found)}. Run without --resume"
+        )
+
+
+def _differences(earlier: Report, now: Mapping[str, object], versions: Mapping[str, str]) -> Iterator[str]:
+    for name, value in now.items():
+        before = getattr(earlier, name)
+        if before != value:
+            yield f"its {name} is {before!r}, this run's {value!r}"
+    for name, before in earlier.versions.items():
+        here = versions.get(name) or _installed(name)
+        if here and here != before:
+            yield f"its {name} is version {before}, here it is {here}"
+
+
+def _installed(name: str) -> str:
+    """Return the version of an installed library; empty for what only a device's hooks can name."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def kept(
+    earlier: Report | None, implementation: OnTrial, cases: Sequence[str], repeats: int
+) -> dict[str, Verdict]:
+    """Return the earlier verdicts that still hold for these cases of an implementation, by case.
+
+    None hold where its sources changed or have no hash, or were not repeated as this run asks.
+    """
+    if earlier is None or implementation not in earlier.implementations or not implementation.source_hash:
+        return {}
+    if earlier.repeats < repeats:
+        return {}
+    return {
+        v.case: msgspec.structs.replace(v, kept=True)
+        for v in earlier.verdicts
+        if (v.operator, v.implementation) == (implementation.operator, implementation.implementation)
+        and v.status in KEPT
+        and v.case in cases
+    }

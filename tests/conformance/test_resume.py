@@ -1,0 +1,125 @@
+"""Going on from an earlier run: what is kept, what is tried again, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+from conformance_runs import once
+from plugin_package import installed, write
+
+from kimi_hal.errors import KimiHalError
+from kimi_hal_conformance import resume, suite
+from kimi_hal_conformance.cli import cli
+from kimi_hal_conformance.report import write_json
+from kimi_hal_conformance.verdict import FAILED, PASSED, Report
+
+CASES = ("kda_gate/tp8/rows0", "kda_gate/tp8/rows1")
+KERNELS = """
+from kimi_hal.reference.backend import build as right
+
+
+def wrong(ctx):
+    reference = right(ctx)
+
+    def run(raw_g, raw_beta, A_log, dt_bias, *, g_out=None, beta_out=None):
+        return reference(raw_g, raw_beta, A_log, dt_bias * 0, g_out=g_out, beta_out=beta_out)
+
+    return run
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    folder = tmp_path_factory.mktemp("again")
+    both = 'IMPLEMENTATIONS = (covering("kda_gate", "right"), covering("kda_gate", "wrong"))'
+    write(folder, "again", both, KERNELS)
+    with installed(folder):
+        yield
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory, plugin: None) -> Report:
+    return once(tmp_path_factory, "again", lambda: suite.run(suite.Request("again", only=CASES)))
+
+
+def again(earlier: Report, only: tuple[str, ...] = CASES, seed: int = 0) -> tuple[Report, list[str]]:
+    """Return the report of a run that goes on, and what it tried."""
+    tried: list[str] = []
+    request = suite.Request("again", only=only, resume=earlier, seed=seed)
+    found = suite.run(request, lambda v: tried.append(f"{v.implementation} {v.case}"))
+    return found, tried
+
+
+def test_what_passed_is_kept_and_what_failed_is_tried_again(first: Report) -> None:
+    found, tried = again(first)
+    assert tried == ["again.wrong kda_gate/tp8/rows1"]  # without rows nothing can be wrong
+    assert [(v.case, v.status, v.kept) for v in found.verdicts] == [
+        (CASES[0], PASSED, True),
+        (CASES[1], PASSED, True),
+        (CASES[0], PASSED, True),
+        (CASES[1], FAILED, False),
+    ]
+    assert found.resumed == first.started
+    assert found.versions == first.versions
+
+
+def test_a_case_that_the_earlier_run_lacks_is_tried(first: Report) -> None:
+    _, tried = again(first, only=(*CASES, "kda_gate/tp8/rows9"))
+    assert sorted(tried) == [
+        "again.right kda_gate/tp8/rows9",
+        "again.wrong kda_gate/tp8/rows1",
+        "again.wrong kda_gate/tp8/rows9",
+    ]
+
+
+def test_an_implementation_whose_sources_changed_is_tried_again(first: Report) -> None:
+    changed = msgspec.structs.replace(first.implementations[0], source_hash="0" * 64)
+    _, tried = again(msgspec.structs.replace(first, implementations=(changed, first.implementations[1])))
+    assert "again.right kda_gate/tp8/rows0" in tried
+
+
+def test_fewer_repeats_than_this_run_makes_prove_nothing_for_it(first: Report) -> None:
+    _, tried = again(msgspec.structs.replace(first, repeats=0))
+    assert len(tried) == 4
+
+
+def test_other_conditions_are_refused_and_all_named(first: Report) -> None:
+    other = msgspec.structs.replace(first, versions={**first.versions, "torch": "2.0.0"}, profile="quick")
+    with pytest.raises(KimiHalError) as error:
+        again(other, seed=3)
+    torch = first.versions["torch"].partition("+")[0]
+    assert str(error.value).startswith(
+        f"cannot resume the run of {first.started}: its profile is 'quick', this run's 'cases'; "
+        f"its seed is 0, this run's 3; its torch is version 2.0.0, here it is {torch}"
+    )
+    assert str(error.value).endswith(". Run without --resume")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot read FILE: No such file or directory"),
+        ("{}", "FILE: this is no report: it has no schema_version"),
+        ('{"schema_version": 2}', "FILE: Object missing required field `suite_version`"),
+    ],
+)
+def test_a_file_that_is_no_report_gets_a_sentence(tmp_path: Path, content: str | None, message: str) -> None:
+    path = tmp_path / "r.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(KimiHalError) as error:
+        resume.read(path)
+    assert str(error.value) == message.replace("FILE", str(path))
+
+
+def test_the_command_line_goes_on_and_says_how_much_was_kept(first: Report, tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    write_json(first, path)
+    cases = [word for case in CASES for word in ("--case", case)]
+    result = CliRunner().invoke(cli, ["run", "--backend", "again", *cases, "--resume", str(path)])
+    assert result.exit_code == 1, result.output
+    assert f"kept from the run of {first.started}: 3 of 4 verdicts" in result.output
