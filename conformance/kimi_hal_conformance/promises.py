@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ from kimi_hal_conformance.shrink import BEFORE, pieces
 
 #: Their outputs hold what the contract leaves unspecified beside what it specifies: no row is compared.
 PARTLY_UNSPECIFIED = ("indexer_logits",)
+#: Seconds after which a call is not repeated again, so that a slow one stays far within the limit of a case.
+ENOUGH = 10.0
 DETERMINISTIC, BATCH_INVARIANT = "deterministic", "batch_invariant"
 
 
@@ -38,7 +41,7 @@ def kept(case: Case, subject: Subject, seed: int, repeats: int) -> Kept:
         case: one that passed.
         subject: who answers.
         seed: of the operands.
-        repeats: calls beside the first; 0: nothing is tried.
+        repeats: calls beside the first, fewer after ``ENOUGH`` seconds and one at least; 0: nothing is tried.
     """
     if not repeats or case.ranks:
         return Kept()
@@ -76,7 +79,10 @@ def _bits(case: Case, subject: Subject, seed: int) -> dict[str, Tensor]:
 def _repeated(
     case: Case, subject: Subject, seed: int, first: dict[str, Tensor], repeats: int
 ) -> Iterator[str]:
+    end = time.monotonic() + ENOUGH
     for number in range(repeats):
+        if number and time.monotonic() > end:
+            return
         again = _bits(case, subject, seed)
         for name, tensor in first.items():
             if name not in again or not same_bits(again[name], tensor):
