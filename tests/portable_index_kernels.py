@@ -47,7 +47,6 @@ ROWS = (
     "k_row",
     "span",
     "unit",
-    "width",
 )
 
 

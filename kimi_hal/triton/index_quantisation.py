@@ -19,7 +19,7 @@ def hadamard(x, ROWS: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr):
     return x * D**-0.5
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("items",))
 def quantize(
     q,
     weights,
@@ -70,7 +70,7 @@ def quantize(
     tl.store(w_at, w.to(weights_out.dtype.element_ty), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("tokens", "capacity"))
 def store(
     k,
     slots,

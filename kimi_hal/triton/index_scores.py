@@ -17,6 +17,8 @@ from kimi_hal.triton.index_pages import element_offset, scale_offset
 from kimi_hal.triton.minifloat import decode_e2m1, decode_e8m0, decode_fp8
 from kimi_hal.triton.shards import local_length
 
+#: Arguments that change from step to step: no kernel is compiled anew for one that is 1 or a multiple of 16.
+COUNTS = ("rows", "requests", "pages", "room")
 #: Above every request's number.
 NO_REQUEST = tl.constexpr(2147483647)
 
@@ -184,7 +186,7 @@ def score_rows(
         current = tl.min(todo)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def scores_by_place(
     q,
     q_scale,
@@ -276,7 +278,7 @@ def scores_by_place(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def scores_balanced(
     q,
     q_scale,

@@ -23,6 +23,10 @@ from kimi_hal.triton.flags import last_at_most, packed, place_of
 from kimi_hal.triton.order import NO_KEY, as_score, kth, ordinal, score_of
 from kimi_hal.triton.shards import local_length
 
+#: Arguments that change from step to step: no kernel is compiled anew for one that is 1 or a multiple of 16.
+SIZES = ("requests", "width")
+COUNTS = (*SIZES, "pages", "k")
+
 
 @triton.jit
 def window(
@@ -136,7 +140,7 @@ def fill(out_at, scores_at, written, k, SELECTED: tl.constexpr, BLOCK: tl.conste
             tl.store(scores_at + place, float("-inf"), mask=place < k)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def select_short(
     scores,
     row_len,
@@ -218,7 +222,7 @@ def select_short(
     fill(out_at, scores_at, written, k, SELECTED, BLOCK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def group_maxima(
     scores,
     row_len,
@@ -274,7 +278,7 @@ def group_maxima(
     tl.store(scratch + row * scratch_row + group, most.to(tl.int32, bitcast=True))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("k",))
 def group_threshold(
     scratch,
     scratch_row,
@@ -322,7 +326,7 @@ def append(
         tl.store(room + place + n, position, mask=n < fit)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def collect(
     scores,
     row_len,
@@ -449,7 +453,7 @@ def select_candidates(
     return written
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def select_long(
     scores,
     row_len,
