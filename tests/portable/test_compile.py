@@ -38,8 +38,8 @@ target = GPUTarget(backend, int(arch) if arch.isdigit() else arch, int(warp))
 
 
 def types(kernel, floats, constants):
-    pointers = {"out": "*bf16", "outs": "*bf16", "q": "*bf16", "k": "*bf16", "v": "*bf16", "gate": "*bf16", "beta": "*bf16",
-                "raw_g": "*bf16", "raw_beta": "*bf16", "state_ids": "*i32"}
+    bf16 = ("out", "outs", "q", "k", "v", "gate", "beta", "raw_g", "raw_beta")
+    pointers = {name: "*bf16" for name in bf16} | {"state_ids": "*i32"}
     signature = {}
     for name in kernel.arg_names:
         if name in constants:
