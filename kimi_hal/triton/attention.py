@@ -297,6 +297,7 @@ def attend(
     SMALL: tl.constexpr,
     SPLITS: tl.constexpr,
     CHUNK: tl.constexpr,
+    SINGLE: tl.constexpr,
     HEADS: tl.constexpr,
     KEYS: tl.constexpr,
     COUNT: tl.constexpr,
@@ -328,7 +329,7 @@ def attend(
         end = tl.where((request >= 0) & (request < requests), end, begin)
         table = block_table + request.to(tl.int64) * table_row
 
-    if CHUNK == KEYS:  # one tile: its keys are on their way while the query is turned
+    if SINGLE:  # one tile: its keys are on their way while the query is turned
         raw, scales, live = tile_of(
             begin,
             end,
@@ -365,7 +366,7 @@ def attend(
     o = ()
     for _ in tl.static_range(512 // COUNT):
         o = o + (tl.zeros((COUNT, HEADS), tl.float32),)
-    if CHUNK == KEYS:
+    if SINGLE:
         top, total, o = add_tile(
             (top, total, o),
             raw,

@@ -25,6 +25,9 @@ class Format:
         shared_run: the same of the key part.
         small: exponent by which decoded keys may be left smaller than they are; 0: they are as they are.
         count: latents multiplied at once: 128 where each 128 have a scale, or rows are long; else 256.
+        tuned: whether it is cut in the forms that pay most: blocks of 32 heads, and a single tile whose loads
+            stand before the query's. With the other formats the second form ended in illegal memory accesses on
+            an H200 under Triton 3.6, although every address in its PTX is right; they keep to loops.
     """
 
     kind: str
@@ -34,17 +37,18 @@ class Format:
     shared_run: int
     small: int
     count: int
+    tuned: bool
 
 
 FORMATS = {
-    "latent.fp8.e4m3fn.tensor": Format("e4m3fn", 2, 2, 16, 16, 120, 256),
-    "latent.fp8.e4m3fnuz.tensor": Format("e4m3fnuz", 2, 2, 16, 16, 119, 256),
-    "latent.nvfp4.352": Format("nvfp4", 4, 2, 32, 16, 120, 256),
-    "latent.flashmla.656": Format("flashmla", 2, 1, 16, 8, 0, 128),
-    "latent.bf16": Format("bf16", 1, 1, 8, 8, 0, 128),
+    "latent.fp8.e4m3fn.tensor": Format("e4m3fn", 2, 2, 16, 16, 120, 256, True),
+    "latent.fp8.e4m3fnuz.tensor": Format("e4m3fnuz", 2, 2, 16, 16, 119, 256, True),
+    "latent.nvfp4.352": Format("nvfp4", 4, 2, 32, 16, 120, 256, True),
+    "latent.flashmla.656": Format("flashmla", 2, 1, 16, 8, 0, 128, False),
+    "latent.bf16": Format("bf16", 1, 1, 8, 8, 0, 128, False),
 }
-#: Architectures on which tiles were measured: keys are left small, and loads run two tiles ahead.
-MEASURED = ("sm_90", "sm_100", "sm_103")
+#: Architectures on which the kernels ran: there keys are left small, and loads run two tiles ahead.
+MEASURED = ("sm_90",)
 #: Heads of a block: a power of two, from the dot's least to what the registers hold.
 LEAST_HEADS, MOST_HEADS = 16, 32
 #: The most parts of a row's keys.
@@ -63,6 +67,7 @@ class Cut:
         keys: keys of a tile.
         splits: parts of a row's keys, a power of two.
         chunk: indices of a part, whole tiles.
+        single: a part is one tile, and its loads stand before the query's.
         warps: warps of a program.
         stages: depth of the loads' pipeline.
     """
@@ -72,34 +77,38 @@ class Cut:
     keys: int
     splits: int
     chunk: int
+    single: bool
     warps: int
     stages: int
 
 
 def cut(spec: SparseMLASpec, limits: Limits, arch: str) -> Cut:
     """Return the sizes for a Spec, Limits and architecture (``""``: unknown)."""
-    heads, measured = head_block(spec.num_heads), arch in MEASURED
-    wide = measured and heads == MOST_HEADS
+    fmt, measured = FORMATS[spec.latent], arch in MEASURED
+    tuned = measured and fmt.tuned
+    heads = head_block(spec.num_heads, MOST_HEADS if tuned else LEAST_HEADS)
+    wide = heads == MOST_HEADS
     keys = 128 if wide else 64
-    fits = not (wide and spec.latent == "latent.bf16")  # tiles in flight, in a multiprocessor's shared memory
     tiles = -(-spec.topk // keys)
     programs = limits.max_rows * -(-spec.num_heads // heads)
     splits = split_count(tiles, programs, slots=132 if wide else 264)
+    chunk = -(-tiles // splits) * keys
     return Cut(
-        small=FORMATS[spec.latent].small if measured else 0,
+        small=fmt.small if measured else 0,
         heads=heads,
         keys=keys,
         splits=splits,
-        chunk=-(-tiles // splits) * keys,
+        chunk=chunk,
+        single=tuned and not wide and chunk == keys,
         warps=8 if wide else 4,
-        stages=3 if measured and fits else 1,
+        stages=3 if measured else 1,
     )
 
 
-def head_block(num_heads: int) -> int:
-    """Return the largest block whose multiples reach ``num_heads`` with fewer than 16 heads of padding."""
+def head_block(num_heads: int, most: int) -> int:
+    """Return the largest block up to ``most`` whose multiples reach ``num_heads`` with less than 16 of padding."""
     blocks = -(-num_heads // LEAST_HEADS)
-    return min(LEAST_HEADS * (blocks & -blocks), MOST_HEADS)
+    return min(LEAST_HEADS * (blocks & -blocks), most)
 
 
 def split_count(tiles: int, programs: int, slots: int) -> int:

@@ -163,6 +163,7 @@ def _constants(spec: Any, cut: latent_plan.Cut) -> dict[str, Any]:
         "SMALL": cut.small,
         "SPLITS": cut.splits,
         "CHUNK": cut.chunk,
+        "SINGLE": cut.single,
         "HEADS": cut.heads,
         "KEYS": cut.keys,
         "COUNT": fmt.count,
