@@ -3,7 +3,7 @@
 As of Triton 3.9 the interpreter keeps bfloat16 as 16-bit integers and multiplies those in ``tl.dot``,
 truncates float32 to bfloat16 instead of rounding, converts FP8 without NaN and with a wrong saturation,
 turns a comparison of scalars into floats where it meets a block, and keeps a launch's grid in globals, which ranks
-that are threads would share.
+that are threads would share. Triton 3.6 cannot end a loop at a loaded number under NumPy 2.4 or later.
 Conversions here go through torch's types, which round to nearest even; FP8 saturates as the hardware's do.
 """
 
@@ -27,6 +27,7 @@ TYPES = {
     tl.float8e5: torch.float8_e5m2,
 }
 LAUNCH, run_grid = threading.RLock(), interpreter.GridExecutor.__call__
+patch_tensor = interpreter._patch_lang_tensor
 BITS = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 
 
@@ -36,6 +37,13 @@ def repair() -> None:
     interpreter.InterpreterBuilder.create_dot = dot
     interpreter.InterpreterBuilder.create_splat = splat
     interpreter.GridExecutor.__call__ = launch
+    interpreter._patch_lang_tensor = patched_tensor
+
+
+def patched_tensor(tensor: Any, scope: Any) -> None:
+    """Let a tensor of one number stand for it, as a loop's end does."""
+    patch_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(np.ravel(self.handle.data)[0]))
 
 
 def launch(self: Any, *args: Any, **kwargs: Any) -> Any:
