@@ -6,7 +6,7 @@ import pytest
 from conformance_runs import once
 
 from kimi_hal_conformance import suite
-from kimi_hal_conformance.verdict import NOT_RUN, PASSED, Report
+from kimi_hal_conformance.verdict import NOT_RUN, PASSED, REFUSED, Report
 
 pytest.importorskip("triton", reason="Triton is not installed: its CPU interpreter cannot run")
 
@@ -21,7 +21,9 @@ def nvidia(tmp_path_factory: pytest.TempPathFactory) -> Report:
 
 def test_every_adopted_kernel_passes(nvidia: Report) -> None:
     assert {v.operator for v in nvidia.verdicts if v.status == PASSED} >= ADOPTED
-    assert [v for v in nvidia.verdicts if v.status not in (PASSED, NOT_RUN)] == []
+    assert [v for v in nvidia.verdicts if v.status not in (PASSED, NOT_RUN, REFUSED)] == []
+    refused = {v.operator for v in nvidia.verdicts if v.status == REFUSED}
+    assert refused <= {"sparse_mla"}  # whose implementations share the latent formats out among them
     assert nvidia.ok
 
 
