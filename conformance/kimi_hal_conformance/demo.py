@@ -24,7 +24,7 @@ BIN = Path(sys.executable).parent
 WIDTH = "110"
 
 INTRODUCTION = (
-    "Each step is a command that you can type yourself. The first run takes about five minutes on two idle cores, "
+    "Each step is a command that you can type yourself. The first run takes less than ten minutes on two cores, "
     "later ones find the workload in the cache. No accelerator is needed: where there is none, portable kernels run "
     "in Triton's interpreter on the CPU."
 )
