@@ -24,7 +24,7 @@ from kimi_hal.ops.composites import part_specs
 from kimi_hal.settings import VARIABLES, Settings
 from kimi_hal_conformance import __version__, levels, resume, waivers
 from kimi_hal_conformance import case as cases
-from kimi_hal_conformance.case import Case
+from kimi_hal_conformance.case import FULL, INTERP, PROFILES, QUICK, STANDARD, Case
 from kimi_hal_conformance.cases import load
 from kimi_hal_conformance.messages import Batch
 from kimi_hal_conformance.runner import run as run_batches
@@ -47,9 +47,8 @@ LIMITS = {"native": 60.0, "portable": 60.0, "interpreted": 300.0}
 #: Processes at once where the host computes everything: more share its memory bandwidth.
 HOST_LANES = 4
 
-PROFILES = ("interp", "quick", "standard")
 #: Calls beside the first of what is declared deterministic; an interpreter takes seconds for each.
-REPEATS = {"interp": 0, "quick": 1, "standard": 19}
+REPEATS = {INTERP: 0, QUICK: 1, STANDARD: 19, FULL: 19}
 #: The profile of a run in which single cases are named.
 NAMED = "cases"
 REPEATS_OF_NAMED = 1
@@ -97,7 +96,7 @@ class Request:
         """Return the profile that is run."""
         if self.only:
             return NAMED
-        return self.profile or ("interp" if self.execution == "interpreted" else "quick")
+        return self.profile or (INTERP if self.execution == "interpreted" else QUICK)
 
 
 @dataclass(frozen=True)
@@ -267,10 +266,11 @@ def cannot_run(implementation: Implementation, loaded: Loaded, probe: Probe, exe
 
 def left_out(case: Case, implementation: Implementation, loaded: Loaded, profile: str) -> str:
     """Say why a case is left out, or return an empty string."""
-    if profile == "interp" and not case.small:
-        return "too large for an interpreter; the quick profile has it"
-    if profile == "quick" and not case.quick:
-        return "too long for the quick profile; the standard profile has it"
+    if profile in PROFILES and not case.runs_in(profile):
+        reason = (
+            "too large for an interpreter" if profile == INTERP else f"too long for the {profile} profile"
+        )
+        return f"{reason}; the {case.since} profile has it"
     if implementation.name == composed.NAME:
         missing = [part for part in part_specs(case.operator, case.spec) if not candidates(loaded, part)]
         if missing:
