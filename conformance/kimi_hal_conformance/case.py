@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from kimi_hal.errors import UnknownNameError, nearest
 from kimi_hal.ops.spec import Limits, Spec
+from kimi_hal_conformance.fault_classes import CLASSES
+
+#: The profiles, each with all cases of those before it: one fixed list an operator for interpreters; a minute;
+#: what a release runs; what takes longer or needs more than a plain machine has.
+PROFILES = INTERP, QUICK, STANDARD, FULL = ("interp", "quick", "standard", "full")
 
 #: Operand name -> tensor, list of tensors, or scalar.
 Operands = Mapping[str, Any]
@@ -31,11 +36,11 @@ class Case:
         spec: what is planned.
         limits: for how much.
         make: operands from a seeded CPU generator.
-        quick: part of the quick profile.
-        small: part of the interp profile: an interpreter runs it in seconds.
+        since: the first of ``PROFILES`` that it is part of; ``INTERP``: an interpreter runs it in seconds.
         fault: class of ``docs/faults.md`` that the case reproduces, or 0.
         ranks: ranks of a loopback group; ``make`` then returns ``{"ranks": [operands of each rank]}``.
         rank_specs: the Spec of each rank; empty: ``spec`` with the rank in every DCP inside it.
+        why: the reason why it exists, in a sentence; empty: that of its group (``add``), else of its fault class.
     """
 
     id: str
@@ -43,21 +48,37 @@ class Case:
     spec: Spec
     limits: Limits
     make: Make
-    quick: bool = True
-    small: bool = False
+    since: str = QUICK
     fault: int = 0
     ranks: int = 0
     rank_specs: tuple[Spec, ...] = ()
+    why: str = ""
+
+    def runs_in(self, profile: str) -> bool:
+        """Tell whether it is part of a profile."""
+        return PROFILES.index(self.since) <= PROFILES.index(profile)
 
 
 CASES: dict[str, Case] = {}
 
 
-def add(cases: Iterable[Case]) -> None:
-    """Register cases; an id that stands twice is a fault of the suite."""
+def add(cases: Iterable[Case], why: Mapping[str, str] | None = None) -> None:
+    """Register cases; an id that stands twice is a fault of the suite, and so is a case without a reason.
+
+    Args:
+        cases: the cases.
+        why: the reasons of groups of cases, by how their ids begin; the longest beginning counts.
+    """
     for case in cases:
         assert case.id not in CASES, f"case {case.id} is registered twice"
-        CASES[case.id] = case
+        reason = case.why or _of_group(case.id, why or {}) or CLASSES.get(case.fault, "")
+        assert reason, f"case {case.id} does not say why it exists"
+        CASES[case.id] = replace(case, why=reason)
+
+
+def _of_group(case_id: str, why: Mapping[str, str]) -> str:
+    begins = [beginning for beginning in why if case_id.startswith(beginning)]
+    return why[max(begins, key=len)] if begins else ""
 
 
 def get(case_id: str) -> Case:

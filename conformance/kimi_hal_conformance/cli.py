@@ -131,7 +131,7 @@ def run(
 def cases(operator: str | None) -> None:
     """Print the ids of all cases, with the profiles that they are part of."""
     from kimi_hal import ops
-    from kimi_hal_conformance.case import CASES
+    from kimi_hal_conformance.case import CASES, PROFILES
     from kimi_hal_conformance.cases import load
 
     load()
@@ -141,7 +141,7 @@ def cases(operator: str | None) -> None:
         raise AskedError(str(error)) from error
     for case in CASES.values():
         if wanted in (None, case.operator):
-            profiles = ["interp"] * case.small + ["quick"] * case.quick + ["standard"]
+            profiles = [profile for profile in PROFILES if case.runs_in(profile)]
             click.echo(f"{case.id}  {' '.join(profiles)}")
 
 

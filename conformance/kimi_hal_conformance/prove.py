@@ -24,6 +24,7 @@ import msgspec
 from kimi_hal.settings import VARIABLES
 from kimi_hal_conformance import __version__
 from kimi_hal_conformance import case as cases
+from kimi_hal_conformance.case import QUICK, STANDARD
 from kimi_hal_conformance.cases import load as load_cases
 from kimi_hal_conformance.mutants import catalogue, mutant
 from kimi_hal_conformance.mutants.messages import Job, Kill, Message, Outcome, Trying
@@ -171,7 +172,7 @@ def tests(subject: Mutant, quick: bool) -> tuple[str, ...]:
     """Return the tests that may kill a mutant: the cases of its operators, the properties of its areas."""
     own = [p.id for p in PROPERTIES.values() if p.area in subject.areas]
     mine = [c for c in cases.CASES.values() if c.operator in subject.operators]
-    return (*own, *(c.id for c in mine if c.quick or not quick))
+    return (*own, *(c.id for c in mine if c.runs_in(QUICK if quick else STANDARD)))
 
 
 def job(subject: Mutant, wanted: Wanted) -> Job:

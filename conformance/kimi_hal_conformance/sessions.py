@@ -13,6 +13,7 @@ from kimi_hal.dispatch.loader import load as load_plugins
 from kimi_hal.errors import KimiHalError, unknown
 from kimi_hal.settings import EXECUTIONS, Settings
 from kimi_hal_conformance import suite
+from kimi_hal_conformance.case import PROFILES
 from kimi_hal_conformance.cases import load
 from kimi_hal_conformance.lane import Lane
 from kimi_hal_conformance.messages import Batch
@@ -196,7 +197,7 @@ def _request(config: pytest.Config) -> suite.Request:
     def given(option: str) -> str:
         return str(config.getoption(f"--kimi-hal-{option}"))
 
-    known = {"execution": EXECUTIONS, "profile": ("", *suite.PROFILES)}
+    known = {"execution": EXECUTIONS, "profile": ("", *PROFILES)}
     for option, names in known.items():
         if given(option) not in names:
             raise pytest.UsageError(str(unknown(option, given(option), [n for n in names if n])))

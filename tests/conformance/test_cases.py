@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,12 +45,38 @@ def test_every_operator_has_cases() -> None:
 
 
 def test_every_operator_has_cases_in_every_profile() -> None:
-    assert {c.operator for c in EVERY if c.quick} == set(ops.OPERATORS)
-    assert {c.operator for c in EVERY if c.small} == set(ops.OPERATORS)
+    for profile in cases.PROFILES:
+        assert {c.operator for c in EVERY if c.runs_in(profile)} == set(ops.OPERATORS)
 
 
-def test_an_interpreters_cases_are_part_of_the_quick_profile() -> None:
-    assert [c.id for c in EVERY if c.small and not c.quick] == []
+def test_a_profile_has_every_case_of_those_before_it() -> None:
+    def runs(profile: str) -> set[str]:
+        return {c.id for c in EVERY if c.runs_in(profile)}
+
+    assert runs("interp") < runs("quick") < runs("standard") <= runs("full")
+    assert runs("full") == {c.id for c in EVERY}
+
+
+def test_every_case_says_why_it_exists() -> None:
+    for case in EVERY:
+        assert case.why.endswith("."), case.id
+        assert len(case.why) <= 120, case.id
+
+
+def test_a_case_without_a_reason_is_a_fault_of_the_suite() -> None:
+    silent = dataclasses.replace(EVERY[0], id="sparse_mla/silent", fault=0, why="")
+    with pytest.raises(AssertionError, match="case sparse_mla/silent does not say why it exists"):
+        cases.add([silent])
+
+
+def test_the_reason_of_the_narrowest_group_counts() -> None:
+    groups = {"sparse_mla/": "Attention.", "sparse_mla/odd": "Odd."}
+    odd = dataclasses.replace(EVERY[0], id="sparse_mla/odd/1", fault=0, why="")
+    try:
+        cases.add([odd], groups)
+        assert cases.CASES[odd.id].why == "Odd."
+    finally:
+        cases.CASES.pop(odd.id, None)
 
 
 def test_an_id_names_its_operator_first_and_needs_no_quoting() -> None:
@@ -75,7 +102,11 @@ def test_an_unknown_case_names_the_nearest() -> None:
 @pytest.mark.parametrize("operator", sorted(ops.OPERATORS))
 def test_operands_are_the_same_for_the_same_seed_alone(operator: str) -> None:
     # the last case of an operator has rows; 'no rows' cases come first
-    case = next(c for c in reversed(EVERY) if c.operator == operator and c.small and drawn(c)[0].numel())
+    case = next(
+        c
+        for c in reversed(EVERY)
+        if c.operator == operator and c.since == cases.INTERP and drawn(c)[0].numel()
+    )
     first, again, other = drawn(case, 3), drawn(case, 3), drawn(case, 4)
     assert all(same_bits(a, b) for a, b in zip(first, again, strict=True))
     assert not all(same_bits(a, b) for a, b in zip(first, other, strict=True))

@@ -50,7 +50,11 @@ def run(*arguments: str) -> click.testing.Result:
 def killed(mutant: str = "m", kills: int = 1, of: int = 4, **fields: object) -> prove.Killed:
     kill = Kill(test="op/case", smallest="op/case, row 1 of 3", input="q float32[1, 4]", problem="wrong")
     defaults = {
-        "mutant": mutant,
+        "name": mutant,
+        "operator": "op",
+        "killed": bool(kills),
+        "killed_by": kill.test if kills else "",
+        "input": kill.input if kills else "",
         "file": "settings.py",
         "breaks": "It is wrong.",
         "imitates": "https://github.com/a/b/issues/1",
@@ -65,7 +69,7 @@ def killed(mutant: str = "m", kills: int = 1, of: int = 4, **fields: object) -> 
 
 def proof(*mutants: prove.Killed, every: bool = False) -> prove.Proof:
     return prove.Proof(
-        schema_version=1,
+        schema=1,
         suite_version="0",
         profile="quick",
         every=every,
@@ -124,7 +128,7 @@ def test_the_quick_profile_leaves_long_cases_out() -> None:
     mutant = MUTANTS["attn_lse_base_2"]
     long = set(prove.tests(mutant, quick=False)) - set(prove.tests(mutant, quick=True))
     assert long
-    assert not any(cases.get(test).quick for test in long)
+    assert not any(cases.get(test).runs_in("quick") for test in long)
 
 
 def test_a_harmless_mutant_survives(harmless: Mutant) -> None:
@@ -252,7 +256,7 @@ def test_the_command_proves_and_writes_json(tmp_path: Path) -> None:
     assert "smallest input: row 0 of 3: outs bfloat16[2, 1, 3, 64], lses float32[2, 1, 3]" in result.output
     assert "2 of 2 mutants killed (quick)" in result.output
     found = msgspec.json.decode(path.read_bytes(), type=prove.Proof)
-    assert [m.mutant for m in found.mutants] == list(names)
+    assert [m.name for m in found.mutants] == list(names)
     assert json.loads(path.read_text())["mutants"][0]["imitates"] == (
         "https://github.com/sgl-project/sglang/pull/33926"
     )

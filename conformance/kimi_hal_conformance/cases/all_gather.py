@@ -8,7 +8,7 @@ import torch
 
 from kimi_hal.ops.all_gather import GatherSpec
 from kimi_hal.ops.spec import DCP, Limits
-from kimi_hal_conformance.case import Case, Make, Operands, add
+from kimi_hal_conformance.case import INTERP, Case, Make, Operands, add
 
 LIMITS = Limits(max_rows=64, max_reqs=64)
 
@@ -38,13 +38,22 @@ def cases() -> Iterator[Case]:
             for layout in ("rank_major", "token_order", "last_dim"):
                 spec = GatherSpec(layout=layout, dtype=dtype, dcp=dcp, ndim=3 if dtype == "bfloat16" else 2)
                 name = f"all_gather/{layout}/{dtype}/world{world}-interleave{interleave}"
-                yield Case(name, "all_gather", spec, LIMITS, operands(spec, 8, None), small=True, ranks=world)
+                yield Case(
+                    name, "all_gather", spec, LIMITS, operands(spec, 8, None), since=INTERP, ranks=world
+                )
         ragged = GatherSpec(layout="token_order", dtype="uint8", dcp=dcp)
         for total in (0, 1, 8 * world - 3):
             name = f"all_gather/token_order/ragged{total}/world{world}-interleave{interleave}"
             yield Case(
-                name, "all_gather", ragged, LIMITS, operands(ragged, 8, total), small=True, ranks=world
+                name, "all_gather", ragged, LIMITS, operands(ragged, 8, total), since=INTERP, ranks=world
             )
 
 
-add(cases())
+WHY = {
+    "all_gather/rank_major/": "Rank order and bytes of every dtype: nothing is converted on the way.",
+    "all_gather/token_order/": "Shares interleaved back into the order of tokens, over ranks and interleaves.",
+    "all_gather/last_dim/": "Columns of each rank side by side, in rank order.",
+    "all_gather/token_order/ragged": "A total that the ranks do not divide: the last shares are short, or empty.",
+}
+
+add(cases(), WHY)

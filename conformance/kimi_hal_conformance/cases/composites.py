@@ -22,7 +22,7 @@ from kimi_hal.ops.spec import DCP, Limits
 from kimi_hal.parallel import ownership
 from kimi_hal.presets import Deployment
 from kimi_hal.reference.indexer import indexer_logits, quantize_index_query
-from kimi_hal_conformance.case import Case, Checkpoint, Make, Operands, add
+from kimi_hal_conformance.case import INTERP, QUICK, Case, Checkpoint, Make, Operands, add
 from kimi_hal_conformance.cases.kda import conv_pool, gate_parameters, rows_of, settle, state_pool
 from kimi_hal_conformance.cases.moe import checkpoint
 from kimi_hal_conformance.draws import (
@@ -166,7 +166,7 @@ def dsa_cases() -> Iterator[Case]:
     lengths = (200, 1, 77, 48)
     one = dsa_spec(1)
     yield Case(
-        "dsa_decode/one-rank", "dsa_decode", one, LIMITS, dsa_operands(one, lengths, False), small=True
+        "dsa_decode/one-rank", "dsa_decode", one, LIMITS, dsa_operands(one, lengths, False), since=INTERP
     )
     plain = dsa_spec(1, latent="latent.nvfp4.352", index="index.mxfp4.page64")
     yield Case("dsa_decode/one-rank/fp4", "dsa_decode", plain, LIMITS, dsa_operands(plain, lengths, False))
@@ -236,8 +236,8 @@ def kda_cases() -> Iterator[Case]:
     for label, spec in specs.items():
         for rows in (0, 1, 6):
             name = f"kda_layer_decode/{label}/rows{rows}"
-            small = label != "tp8"
-            yield Case(name, "kda_layer_decode", spec, LIMITS, kda_operands(spec, rows), small=small)
+            since = INTERP if label != "tp8" else QUICK
+            yield Case(name, "kda_layer_decode", spec, LIMITS, kda_operands(spec, rows), since=since)
 
 
 # --- moe_layer ------------------------------------------------------------------------------------------
@@ -310,7 +310,7 @@ def moe_cases() -> Iterator[Case]:
     one = moe_spec()
     for rows in (0, 1, 9):
         yield Case(
-            f"moe_layer/one-rank/rows{rows}", "moe_layer", one, LIMITS, moe_operands(one, rows), small=True
+            f"moe_layer/one-rank/rows{rows}", "moe_layer", one, LIMITS, moe_operands(one, rows), since=INTERP
         )
     yield Case("moe_layer/one-rank/padded", "moe_layer", one, LIMITS, moe_operands(one, 7, live=4))
     bare = moe_spec(shared_intermediate=0)
@@ -323,6 +323,15 @@ def moe_cases() -> Iterator[Case]:
     yield Case(name, "moe_layer", halves[0], LIMITS, by_expert, ranks=2, rank_specs=halves)
 
 
-add(dsa_cases())
-add(kda_cases())
-add(moe_cases())
+WHY = {
+    "dsa_decode/one-rank": "A whole decode step on one rank: selection and attention see the same keys.",
+    "dsa_decode/two-ranks": "One rank's selection and output, whatever the protocol, interleave and exchange.",
+    "kda_layer_decode/": "One token through a layer at the model's heads and at others: both states advance once.",
+    "moe_layer/one-rank": "A whole layer: projections, norm and shared experts around the routed ones.",
+    "moe_layer/one-rank/padded": "Rows behind num_tokens: zeros, whatever they hold.",
+    "moe_layer/two-ranks": "Partial sums of two ranks, which stand before the norm: adding later is another result.",
+}
+
+add(dsa_cases(), WHY)
+add(kda_cases(), WHY)
+add(moe_cases(), WHY)

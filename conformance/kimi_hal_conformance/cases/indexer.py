@@ -10,7 +10,7 @@ import torch
 from kimi_hal import formats
 from kimi_hal.ops.indexer import IndexerSpec, IndexerTopKSpec, IndexQuerySpec, StoreIndexSpec
 from kimi_hal.ops.spec import DCP, Limits
-from kimi_hal_conformance.case import Case, Make, Operands, add
+from kimi_hal_conformance.case import INTERP, QUICK, Case, Make, Operands, add
 from kimi_hal_conformance.draws import (
     block_tables,
     index_cache,
@@ -97,22 +97,22 @@ def cases() -> Iterator[Case]:
         for rows in (0, 1, 5):
             query = IndexQuerySpec(index=name)
             case = f"quantize_index_query/{name}/rows{rows}"
-            yield Case(case, "quantize_index_query", query, LIMITS, query_operands(query, rows), small=True)
+            yield Case(case, "quantize_index_query", query, LIMITS, query_operands(query, rows), since=INTERP)
         for rows in (0, 1, 100):
             store = StoreIndexSpec(index=name)
             case = f"store_index_keys/{name}/rows{rows}"
-            yield Case(case, "store_index_keys", store, LIMITS, store_operands(name, rows), small=True)
-        yield scored(f"{name}/ragged", (65, 1, 200), index=name, small=True)
+            yield Case(case, "store_index_keys", store, LIMITS, store_operands(name, rows), since=INTERP)
+        yield scored(f"{name}/ragged", (65, 1, 200), index=name, since=INTERP)
     query = IndexQuerySpec(index=FP8, num_heads=5, hadamard=True, weight_scale=0.25, weights_dtype="bfloat16")
     case = "quantize_index_query/hadamard"
-    yield Case(case, "quantize_index_query", query, LIMITS, query_operands(query, 5), small=True)
+    yield Case(case, "quantize_index_query", query, LIMITS, query_operands(query, 5), since=INTERP)
     for heads in (1, 8, 24, 64):
-        yield scored(f"heads{heads}", (130, 64), num_heads=heads, small=heads < 24)
-    yield scored("bf16-scores", (300, 63), score="bfloat16", weights_dtype="bfloat16", small=True)
-    yield scored("no-rows", (), small=True)
+        yield scored(f"heads{heads}", (130, 64), num_heads=heads, since=INTERP if heads < 24 else QUICK)
+    yield scored("bf16-scores", (300, 63), score="bfloat16", weights_dtype="bfloat16", since=INTERP)
+    yield scored("no-rows", (), since=INTERP)
     yield scored("verify-rows", (65, 129), rows=4)
     shard = DCP(world=4, rank=2, interleave=4)
-    yield scored("dcp4-rank2-interleave4", (65, 3, 200), dcp=shard, small=True)
+    yield scored("dcp4-rank2-interleave4", (65, 3, 200), dcp=shard, since=INTERP)
     replicated = DCP(world=4, rank=2, interleave=4, index="replicated")
     yield scored("dcp4-replicated", (65, 3, 200), dcp=replicated)
     yield from selections()
@@ -121,39 +121,49 @@ def cases() -> Iterator[Case]:
 def selections() -> Iterator[Case]:
     """Selections with fewer, as many and more keys than k; every output form."""
     for length in (1, 63, 64, 65):
-        yield selected(f"k64/length{length}", (length, 150), topk=64, small=True, fault=7)
-    yield selected("no-rows", (), topk=64, return_selected=True, small=True)
+        yield selected(f"k64/length{length}", (length, 150), topk=64, since=INTERP, fault=7)
+    yield selected("no-rows", (), topk=64, return_selected=True, since=INTERP)
     yield selected("k2048", (2100,), limits=LONG)
     yield selected(
-        "ordered-with-scores", (200, 5, 64), topk=64, ordered=True, return_selected=True, small=True
+        "ordered-with-scores", (200, 5, 64), topk=64, ordered=True, return_selected=True, since=INTERP
     )
     ties: dict[str, Any] = {"topk": 32, "score": "bfloat16", "return_selected": True}
-    yield selected("bf16-ties", (400, 90), **ties, small=True, fault=5)
-    yield selected("slots", (100, 40), topk=32, emit="slot", small=True)
-    yield selected("mxfp4", (300,), index="index.mxfp4.page64", topk=64, small=True)
+    yield selected("bf16-ties", (400, 90), **ties, since=INTERP, fault=5)
+    yield selected("slots", (100, 40), topk=32, emit="slot", since=INTERP)
+    yield selected("mxfp4", (300,), index="index.mxfp4.page64", topk=64, since=INTERP)
     shard = DCP(world=4, rank=3, interleave=4)
-    yield selected("dcp4-rank3", (200, 13, 0), dcp=shard, topk=16, return_selected=True, small=True)
+    yield selected("dcp4-rank3", (200, 13, 0), dcp=shard, topk=16, return_selected=True, since=INTERP)
 
 
-def scored(label: str, lengths: tuple[int, ...], rows: int = 1, small: bool = False, **fields: Any) -> Case:
+def scored(label: str, lengths: tuple[int, ...], rows: int = 1, since: str = QUICK, **fields: Any) -> Case:
     """Return a case of ``indexer_logits``."""
     spec = IndexerSpec(**{"index": FP8, **fields})
     make = score_operands(spec, lengths, rows)
-    return Case(f"indexer_logits/{label}", "indexer_logits", spec, LIMITS, make, small=small)
+    return Case(f"indexer_logits/{label}", "indexer_logits", spec, LIMITS, make, since=since)
 
 
 def selected(
     label: str,
     lengths: tuple[int, ...],
     limits: Limits = LIMITS,
-    small: bool = False,
+    since: str = QUICK,
     fault: int = 0,
     **fields: Any,
 ) -> Case:
     """Return a case of ``indexer_topk``."""
     spec = IndexerTopKSpec(**{"index": FP8, **fields})
     make = score_operands(spec, lengths, 1)
-    return Case(f"indexer_topk/{label}", "indexer_topk", spec, limits, make, small=small, fault=fault)
+    return Case(f"indexer_topk/{label}", "indexer_topk", spec, limits, make, since=since, fault=fault)
 
 
-add(cases())
+WHY = {
+    "quantize_index_query/": "Scales and codes in each format: outliers, a head of zeros, values below the floor.",
+    "store_index_keys/": "The bytes of each format at shuffled slots, some of them padding, more keys than slots.",
+    "indexer_logits/": "Scores in each format over shuffled pages, lengths around a page, a last row of padding.",
+    "indexer_logits/heads": "Index heads that a kernel's list of head counts has, and that it does not.",
+    "indexer_logits/dcp4": "Bounds are global: each rank derives the keys of its own share.",
+    "indexer_topk/": "Scoring and selection in one call: exact on its own scores, fair on the oracle's.",
+    "indexer_topk/k64/": "Lengths around k: all keys and then −1, or exactly k.",
+}
+
+add(cases(), WHY)

@@ -11,7 +11,7 @@ from torch import Tensor
 from kimi_hal.ops.kda import KDASpec
 from kimi_hal.ops.spec import Limits
 from kimi_hal.reference.kda import kda_conv
-from kimi_hal_conformance.case import Case, Make, Operands, add
+from kimi_hal_conformance.case import INTERP, QUICK, Case, Make, Operands, add
 from kimi_hal_conformance.draws import ints, near_ties, normal, strided
 
 LIMITS = Limits(max_rows=192, max_reqs=16, rows_per_req=8, uniform=False)
@@ -210,38 +210,51 @@ def cases() -> Iterator[Case]:
         "channel-major": KDASpec(num_heads=2, head_dim=32, conv_layout="channel_width"),
     }
     for label, spec in specs.items():
-        yield from steps(label, spec, small=label != "tp8", fault=14 if spec is odd else 0)
+        yield from steps(
+            label, spec, since=INTERP if label != "tp8" else QUICK, fault=14 if spec is odd else 0
+        )
     tiny = KDASpec(num_heads=2, head_dim=16)
     for length in (1, 7, 8, 15, 16, 63, 64, 65, 129):
         make = prefill_operands(tiny, (length,), resume=False)
-        yield case(f"kda_prefill/small/one-of-{length}", tiny, make, small=True, fault=9)
-    yield case("kda_prefill/small/none", tiny, prefill_operands(tiny, ()), small=True)
+        yield case(f"kda_prefill/small/one-of-{length}", tiny, make, since=INTERP, fault=9)
+    yield case("kda_prefill/small/none", tiny, prefill_operands(tiny, ()), since=INTERP)
     kept, ragged = replace(tiny, checkpoints=True), (5, 20, 33)
     make = checkpointed(prefill_operands(kept, ragged), (0, 16, -1))
-    yield case("kda_prefill/small/checkpoints", kept, make, small=True)
+    yield case("kda_prefill/small/checkpoints", kept, make, since=INTERP)
     make = checkpointed(conv_operands(kept, ragged), (2, 16, -1))
-    yield case("kda_conv/small/checkpoints", kept, make, small=True)
+    yield case("kda_conv/small/checkpoints", kept, make, since=INTERP)
 
 
-def steps(label: str, spec: KDASpec, small: bool, fault: int) -> Iterator[Case]:
+def steps(label: str, spec: KDASpec, since: str, fault: int) -> Iterator[Case]:
     """Return the cases of every operator for one Spec."""
     for rows in (0, 1, 9) if spec.gate == "raw" else ():
-        yield case(f"kda_gate/{label}/rows{rows}", spec, gate_operands(spec, rows), small, fault)
+        yield case(f"kda_gate/{label}/rows{rows}", spec, gate_operands(spec, rows), since, fault)
     for rows in (0, 1, 6):
-        yield case(f"kda_decode/{label}/rows{rows}", spec, decode_operands(spec, rows), small, fault or 13)
+        yield case(f"kda_decode/{label}/rows{rows}", spec, decode_operands(spec, rows), since, fault or 13)
     long = (3, 0, 17, 64) if label != "tp8" else (5, 0, 70)
-    yield case(f"kda_prefill/{label}/ragged", spec, prefill_operands(spec, long, tail=2), small, fault or 12)
+    yield case(f"kda_prefill/{label}/ragged", spec, prefill_operands(spec, long, tail=2), since, fault or 12)
     yield case(
-        f"kda_conv/{label}/ragged", spec, conv_operands(spec, (1, 0, 5, 2), tail=3), small, fault or 12
+        f"kda_conv/{label}/ragged", spec, conv_operands(spec, (1, 0, 5, 2), tail=3), since, fault or 12
     )
-    yield case(f"kda_verify/{label}/drafts", spec, verify_operands(spec, (1, 8, 3), LIMITS), small, fault)
+    yield case(f"kda_verify/{label}/drafts", spec, verify_operands(spec, (1, 8, 3), LIMITS), since, fault)
     partial = commit_operands(spec, (4, 8, 3, 2), (2, 8, 0, -1), LIMITS)
-    yield case(f"kda_commit/{label}/partial", spec, partial, small, fault)
+    yield case(f"kda_commit/{label}/partial", spec, partial, since, fault)
 
 
-def case(name: str, spec: KDASpec, make: Make, small: bool = False, fault: int = 0) -> Case:
+def case(name: str, spec: KDASpec, make: Make, since: str = QUICK, fault: int = 0) -> Case:
     """Return one case."""
-    return Case(name, name.partition("/")[0], spec, LIMITS, make, small=small, fault=fault)
+    return Case(name, name.partition("/")[0], spec, LIMITS, make, since=since, fault=fault)
 
 
-add(cases())
+WHY = {
+    "kda_gate/": "Decay and beta over arguments far out on both sides.",
+    "kda_decode/": "One token a row: each slot advances once, padding and ids out of range touch none.",
+    "kda_prefill/": "Ragged sequences against the recurrence: empty ones, some that continue, rows behind the last.",
+    "kda_prefill/small/one-of-": "Lengths around every chunk and tile: the chunked sum is the recurrence.",
+    "kda_prefill/small/checkpoints": "A state stored on the way is that of the run that wrote it.",
+    "kda_conv/": "Taps over a sequence's own history and no other's, and the history that is left behind.",
+    "kda_verify/": "Drafts give the outputs of decoding and leave both states as they are.",
+    "kda_commit/": "Accepted drafts advance both states as decoding would have; none accepted changes no bit.",
+}
+
+add(cases(), WHY)

@@ -8,7 +8,7 @@ import torch
 
 from kimi_hal.ops.kda import KDASpec
 from kimi_hal.ops.spec import Limits
-from kimi_hal_conformance.case import Case, Make, Operands, add
+from kimi_hal_conformance.case import INTERP, Case, Make, Operands, add
 from kimi_hal_conformance.cases.kda import commit_operands, decode_operands, gate_parameters, prefill_operands
 from kimi_hal_conformance.draws import ints, normal
 
@@ -71,12 +71,12 @@ def cases() -> Iterator[Case]:
     for label, bound in (("bounded", -5.0), ("unbounded", None)):
         spec = KDASpec(num_heads=2, head_dim=32, lower_bound=bound)
         yield Case(
-            f"kda_gate/edges/far/{label}", "kda_gate", spec, LIMITS, far_gates(spec), small=True, fault=9
+            f"kda_gate/edges/far/{label}", "kda_gate", spec, LIMITS, far_gates(spec), since=INTERP, fault=9
         )
     spec = KDASpec(num_heads=2, head_dim=32)
     decode, prefill = decode_operands(spec, 6), prefill_operands(spec, (4, 0, 5))
-    yield Case("kda_decode/edges/small-norm", "kda_decode", spec, LIMITS, small_rows(decode), small=True)
-    yield Case("kda_prefill/edges/small-norm", "kda_prefill", spec, LIMITS, small_rows(prefill), small=True)
+    yield Case("kda_decode/edges/small-norm", "kda_decode", spec, LIMITS, small_rows(decode), since=INTERP)
+    yield Case("kda_prefill/edges/small-norm", "kda_prefill", spec, LIMITS, small_rows(prefill), since=INTERP)
     plain, kept = KDASpec(num_heads=2, head_dim=16), KDASpec(num_heads=2, head_dim=16, checkpoints=True)
     layered = KDASpec(num_heads=2, head_dim=16, checkpoints=True, num_layers=2)
     commits = {
@@ -86,9 +86,17 @@ def cases() -> Iterator[Case]:
     }
     for label, (commit, make) in commits.items():
         name = f"kda_commit/edges/{label}"
-        yield Case(name, "kda_commit", commit, LIMITS, make, small=True, fault=10)
+        yield Case(name, "kda_commit", commit, LIMITS, make, since=INTERP, fault=10)
     chunks = prefill_operands(spec, (66, 1, 64, 2))
     yield Case("kda_prefill/edges/around-a-chunk", "kda_prefill", spec, LIMITS, chunks, fault=9)
 
 
-add(cases())
+WHY = {
+    "kda_gate/edges/far": "Arguments beyond the range of exp in both directions: the limits, no NaN.",
+    "kda_decode/edges/small-norm": "Rows so small that the norm's epsilon decides.",
+    "kda_prefill/edges/small-norm": "Rows so small that the norm's epsilon decides.",
+    "kda_prefill/edges/around-a-chunk": "Sequences that end two rows behind a chunk, on it, and after one row.",
+    "kda_commit/edges/": "Results and checkpoints that go to other slots, or nowhere, in one layer and in two.",
+}
+
+add(cases(), WHY)

@@ -9,7 +9,7 @@ import torch
 
 from kimi_hal.ops.moe import MoESpec, RouteSpec
 from kimi_hal.ops.spec import Limits
-from kimi_hal_conformance.case import Case, Make, Operands, add
+from kimi_hal_conformance.case import INTERP, Case, Make, Operands, add
 from kimi_hal_conformance.cases.moe import checkpoint
 from kimi_hal_conformance.draws import ints, normal
 
@@ -103,12 +103,12 @@ def cases() -> Iterator[Case]:
             route,
             LIMITS,
             near_ties(route),
-            small=True,
+            since=INTERP,
             fault=18,
         )
     small = RouteSpec(num_experts=64, topk=4)
     yield Case(
-        "moe_route/edges/small-sums", "moe_route", small, LIMITS, small_sums(small), small=True, fault=19
+        "moe_route/edges/small-sums", "moe_route", small, LIMITS, small_sums(small), since=INTERP, fault=19
     )
     ep_map = MoESpec(**BASE | {"num_local": 3, "has_expert_map": True})
     plain = MoESpec(**BASE)
@@ -124,7 +124,20 @@ def cases() -> Iterator[Case]:
     gentle = MoESpec(**BASE, beta=1e6)
     edges["large-beta"] = (gentle, crowded(gentle, 5, spread=12.0), 0)
     for label, (spec, make, fault) in edges.items():
-        yield Case(f"moe_experts/edges/{label}", "moe_experts", spec, LIMITS, make, small=True, fault=fault)
+        yield Case(f"moe_experts/edges/{label}", "moe_experts", spec, LIMITS, make, since=INTERP, fault=fault)
 
 
-add(cases())
+WHY = {
+    "moe_route/edges/near-ties": "Scores one part in a million apart: the larger wins, wherever it is.",
+    "moe_route/edges/small-sums": "Chosen scores so small that an epsilon in the denominator shows, and all 0.",
+    "moe_experts/edges/minus-one-and-a-map": "Ids of −1 under a map whose first and last experts are local.",
+    "moe_experts/edges/crowded-expert": "More rows at one expert than a block holds.",
+    "moe_experts/edges/large-activations": "Activations at which tanh and the linear bound saturate.",
+    "moe_experts/edges/scale-codes": "Scale codes 0 and 255: an expert that is broken is felt by its own rows alone.",
+    "moe_experts/edges/no-bound": "No bound on the linear half.",
+    "moe_experts/edges/bound-of-0": "A bound of 0 is none.",
+    "moe_experts/edges/negative-bound": "A negative bound is none.",
+    "moe_experts/edges/large-beta": "A large beta: SiTU's limit, where a tanh in low precision cancels.",
+}
+
+add(cases(), WHY)

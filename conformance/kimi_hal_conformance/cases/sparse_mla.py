@@ -11,7 +11,7 @@ from torch import Tensor
 from kimi_hal import formats
 from kimi_hal.ops.sparse_mla import MergeSpec, SparseMLASpec, StoreLatentSpec
 from kimi_hal.ops.spec import DCP, Limits
-from kimi_hal_conformance.case import Case, Make, Operands, add
+from kimi_hal_conformance.case import INTERP, QUICK, STANDARD, Case, Make, Operands, add
 from kimi_hal_conformance.draws import (
     block_tables,
     ints,
@@ -59,7 +59,7 @@ def store_cases() -> Iterator[Case]:
                 spec=StoreLatentSpec(latent=name, page=page),
                 limits=SMALL,
                 make=store_operands(name, page, rows),
-                small=True,
+                since=INTERP,
             )
 
 
@@ -130,24 +130,39 @@ def attention_cases() -> Iterator[Case]:
     fp8 = "latent.fp8.e4m3fn.tensor"
     for name in formats.names("latent"):
         spec = SparseMLASpec(num_heads=12, latent=name, topk=128)
-        yield attention_case(f"{name}/tp8", spec, rows=5, keys=128, context=300, small=True)
+        yield attention_case(f"{name}/tp8", spec, rows=5, keys=128, context=300, since=INTERP)
     for label, heads in HEADS.items():
         spec = SparseMLASpec(num_heads=heads, latent=fp8)
-        yield attention_case(f"{label}/top2048", spec, rows=2, keys=2048, context=2500, quick=heads <= 12)
+        yield attention_case(
+            f"{label}/top2048",
+            spec,
+            rows=2,
+            keys=2048,
+            context=2500,
+            since=QUICK if heads <= 12 else STANDARD,
+        )
     for heads in (1, 5, 17, 33, 128):
         spec = SparseMLASpec(num_heads=heads, latent=fp8, topk=64)
-        yield attention_case(f"heads{heads}", spec, rows=4, keys=63, context=90, small=heads < 32, fault=15)
+        yield attention_case(
+            f"heads{heads}",
+            spec,
+            rows=4,
+            keys=63,
+            context=90,
+            since=INTERP if heads < 32 else QUICK,
+            fault=15,
+        )
     for space in ("position", "local"):
         spec = SparseMLASpec(num_heads=12, latent=fp8, topk=96, index_space=space, has_index_len=True)
-        yield attention_case(f"{space}/index-len", spec, rows=6, keys=96, context=200, small=True)
+        yield attention_case(f"{space}/index-len", spec, rows=6, keys=96, context=200, since=INTERP)
     for rows, keys, context in ((0, 64, 80), (1, 1, 1), (1, 65, 64), (7, 2, 3)):
         spec = SparseMLASpec(num_heads=12, latent=fp8, topk=65)
         label = f"rows{rows}/keys{keys}"
-        yield attention_case(label, spec, rows=rows, keys=keys, context=context, small=True)
+        yield attention_case(label, spec, rows=rows, keys=keys, context=context, since=INTERP)
     spec = SparseMLASpec(num_heads=12, latent=fp8, topk=128, out_dtype="float32", return_lse=False, page=16)
     yield attention_case("float32-out/no-lse/page16", spec, rows=4, keys=128, context=150)
     spec = SparseMLASpec(num_heads=12, latent=fp8, topk=128)
-    yield attention_case("spread-logits", spec, rows=5, keys=128, context=300, spread=20.0, small=True)
+    yield attention_case("spread-logits", spec, rows=5, keys=128, context=300, spread=20.0, since=INTERP)
     spec = SparseMLASpec(
         num_heads=24, latent=fp8, topk=128, index_space="position", dcp=DCP(world=2, rank=1, interleave=4)
     )
@@ -162,8 +177,7 @@ def attention_case(
     keys: int,
     context: int,
     spread: float = 1.0,
-    quick: bool = True,
-    small: bool = False,
+    since: str = QUICK,
     fault: int = 1,
 ) -> Case:
     """Return one attention case."""
@@ -173,8 +187,7 @@ def attention_case(
         spec=spec,
         limits=SMALL,
         make=attention_operands(spec, rows, keys, context, spread),
-        quick=quick,
-        small=small,
+        since=since,
         fault=fault,
     )
 
@@ -213,11 +226,20 @@ def merge_cases() -> Iterator[Case]:
                     spec=spec,
                     limits=SMALL,
                     make=merge_operands(spec, rows),
-                    small=parts < 8,
+                    since=INTERP if parts < 8 else QUICK,
                     fault=2,
                 )
 
 
-add(store_cases())
-add(attention_cases())
-add(merge_cases())
+WHY = {
+    "store_latent/": "The bytes of each format at shuffled slots, some of them padding, more rows than slots.",
+    "sparse_mla/": "Attention over interior −1, duplicates, indices out of range, an empty row, stale NaN around.",
+    "sparse_mla/tp": "The model's heads at a tensor-parallel size and its 2,048 keys.",
+    "sparse_mla/heads": "Head counts that no list of a kernel has.",
+    "sparse_mla/spread-logits": "Logits so far apart that few keys have all the mass: rounding of weights shows.",
+    "merge_attn_states/": "Parts that are empty by −inf, +inf or NaN, with NaN outputs; one row is empty in all.",
+}
+
+add(store_cases(), WHY)
+add(attention_cases(), WHY)
+add(merge_cases(), WHY)

@@ -10,7 +10,7 @@ import torch
 from kimi_hal import formats
 from kimi_hal.ops.sparse_mla import MergeSpec, SparseMLASpec, StoreLatentSpec
 from kimi_hal.ops.spec import Limits
-from kimi_hal_conformance.case import Case, Make, Operands, add
+from kimi_hal_conformance.case import INTERP, Case, Make, Operands, add
 from kimi_hal_conformance.draws import ints, latent_cache, normal, stale_pages
 
 LIMITS = Limits(max_rows=16, max_reqs=4, max_context=1024)
@@ -118,7 +118,7 @@ def attention_cases() -> Iterator[Case]:
 
 def case(label: str, spec: SparseMLASpec, make: Make, fault: int) -> Case:
     """Return one attention case."""
-    return Case(f"sparse_mla/edges/{label}", "sparse_mla", spec, LIMITS, make, small=True, fault=fault)
+    return Case(f"sparse_mla/edges/{label}", "sparse_mla", spec, LIMITS, make, since=INTERP, fault=fault)
 
 
 def underflowed(spec: MergeSpec) -> Make:
@@ -140,7 +140,7 @@ def merge_cases() -> Iterator[Case]:
     for dtype in ("bfloat16", "float32"):
         spec = MergeSpec(parts=2, num_heads=3, dim=64, dtype=dtype, return_lse=True)
         label = f"merge_attn_states/edges/far-lse/{dtype}"
-        yield Case(label, "merge_attn_states", spec, LIMITS, underflowed(spec), small=True, fault=2)
+        yield Case(label, "merge_attn_states", spec, LIMITS, underflowed(spec), since=INTERP, fault=2)
 
 
 def odd_values(spec: StoreLatentSpec) -> Make:
@@ -172,9 +172,19 @@ def store_cases() -> Iterator[Case]:
     for name in formats.names("latent"):
         spec = StoreLatentSpec(latent=name, page=16)
         label = f"store_latent/edges/{name}"
-        yield Case(label, "store_latent", spec, LIMITS, odd_values(spec), small=True, fault=20)
+        yield Case(label, "store_latent", spec, LIMITS, odd_values(spec), since=INTERP, fault=20)
 
 
-add(attention_cases())
-add(merge_cases())
-add(store_cases())
+WHY = {
+    "sparse_mla/edges/very-negative-logits": "Logits of −65,000: below every finite number that stands for a mask.",
+    "sparse_mla/edges/beyond-the-block-table": "Positions behind a block table that is full to its last column.",
+    "sparse_mla/edges/scales-of-another-writer": "Float32 scales that are no powers of two.",
+    "sparse_mla/edges/selected-nan": "A selected key that is NaN is its own row's alone.",
+    "sparse_mla/edges/q-": "FP8 queries in each dialect, whose scale is part of the logits' scale.",
+    "merge_attn_states/edges/far-lse": "LSEs that a clamp takes for empty, and a NaN whose weight underflows.",
+    "store_latent/edges/": "Zeros, tiny blocks, values beyond the largest, halves and both zeros, in each format.",
+}
+
+add(attention_cases(), WHY)
+add(merge_cases(), WHY)
+add(store_cases(), WHY)

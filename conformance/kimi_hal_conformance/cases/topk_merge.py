@@ -11,7 +11,7 @@ from torch import Tensor
 from kimi_hal.ops.spec import DCP, Limits
 from kimi_hal.ops.topk_merge import TopKMergeSpec, TopKSpec
 from kimi_hal.parallel import ownership
-from kimi_hal_conformance.case import Case, Make, Operands, add
+from kimi_hal_conformance.case import INTERP, QUICK, Case, Make, Operands, add
 from kimi_hal_conformance.draws import ints, normal
 
 LIMITS = Limits(max_rows=64, max_reqs=64, max_context=1 << 16)
@@ -129,9 +129,10 @@ FAULTS: dict[Draw, int] = {spread: 7, ties: 5, clustered: 6, special: 19}
 
 def selected(label: str, spec: TopKSpec, draw: Draw, lengths: Sequence[int], width: int) -> Case:
     """Return one case of ``topk_select``."""
-    make, small = select_operands(spec, draw, lengths, width), width < 1000
+    make = select_operands(spec, draw, lengths, width)
+    since = INTERP if width < 1000 else QUICK
     name = f"topk_select/{label}"
-    return Case(name, "topk_select", spec, LIMITS, make, small=small, fault=FAULTS[draw])
+    return Case(name, "topk_select", spec, LIMITS, make, since=since, fault=FAULTS[draw])
 
 
 def merged(world: int, interleave: int, protocol: str, label: str, ordered: bool = False) -> Case:
@@ -152,10 +153,21 @@ def merged(world: int, interleave: int, protocol: str, label: str, ordered: bool
         spec,
         LIMITS,
         make,
-        small=world < 4,
+        since=INTERP if world < 4 else QUICK,
         fault=FAULTS[DISTRIBUTIONS[label]],
         ranks=world,
     )
 
 
-add(cases())
+WHY = {
+    "topk_select/spread/": "Distinct scores, lengths around k, columns behind the length that would win.",
+    "topk_select/ties/": "A hundred winners among equal scores: the smallest tied positions fill the row.",
+    "topk_select/clustered/": "Distinct scores that share their leading 16 bits: one bin of a radix selection.",
+    "topk_select/special/": "NaN of both signs, infinities, zeros of both signs and subnormals among scores.",
+    "topk_select/windows": "Windows that begin in the row and end behind it: positions are relative, lengths clamped.",
+    "topk_select/no-rows": "No rows: nothing is launched.",
+    "topk_select/dcp4": "Bounds are global: this rank's share of them counts.",
+    "topk_merge/": "The union of the ranks' winners is the selection of one rank, on every protocol.",
+}
+
+add(cases(), WHY)

@@ -10,7 +10,7 @@ from torch import Tensor
 from kimi_hal.ops.spec import DCP, Limits
 from kimi_hal.ops.topk_merge import TopKMergeSpec
 from kimi_hal.parallel import ownership
-from kimi_hal_conformance.case import Case, Make, Operands, add
+from kimi_hal_conformance.case import INTERP, Case, Make, Operands, add
 from kimi_hal_conformance.draws import ints
 
 LIMITS = Limits(max_rows=16, max_reqs=16, max_context=1 << 26)
@@ -129,10 +129,22 @@ def case(label: str, spec: TopKMergeSpec, make: Make, fault: int) -> Case:
         spec,
         LIMITS,
         make,
-        small=True,
+        since=INTERP,
         fault=fault,
         ranks=spec.dcp.world,
     )
 
 
-add(cases())
+WHY = {
+    "topk_merge/edges/full/far": "Positions at the borders of 16 and of 25 bits.",
+    "topk_merge/edges/compact/far": "Positions at the borders of what 16 bits address, and far behind.",
+    "topk_merge/edges/scores_only/far": "Positions at the borders of 16 and of 25 bits.",
+    "topk_merge/edges/full/one-rank-wins": "One rank has all winners, all but one, and one.",
+    "topk_merge/edges/compact/one-rank-wins": "One rank has more winners than its quota: the row is sent again.",
+    "topk_merge/edges/scores_only/one-rank-wins": "One rank has all winners, all but one, and one.",
+    "topk_merge/edges/full/stale-entries": "Entries without an index that would win by their score.",
+    "topk_merge/edges/compact/stale-entries": "Entries without an index that would win by their score.",
+    "topk_merge/edges/scores_only/stale-entries": "Entries without an index that would win by their score.",
+}
+
+add(cases(), WHY)
