@@ -77,7 +77,7 @@ def invoke(stage: Stage, found: Plan, placed: Mapping[str, Any]) -> Called:
     if wrong:
         return Called(None, wrong)
     named = dict(zip((s.keyword for s in shapes), results, strict=True))
-    mutated = buffers(op.mutated, placed)
+    mutated = {n: stage.room.as_given(t) for n, t in buffers(op.mutated, placed).items()}
     return Called(Answer(_on_host(named), _on_host(mutated)), ())
 
 

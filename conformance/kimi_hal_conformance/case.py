@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from kimi_hal.errors import UnknownNameError, nearest
 from kimi_hal.ops.spec import Limits, Spec
 from kimi_hal_conformance.fault_classes import CLASSES
+from kimi_hal_conformance.sparse import Sparse
 
 #: The profiles, each with all cases of those before it: one fixed list an operator for interpreters; a minute;
 #: what a release runs; what takes longer or needs more than a plain machine has.
@@ -40,6 +41,7 @@ class Case:
         fault: class of ``docs/faults.md`` that the case reproduces, or 0.
         ranks: ranks of a loopback group; ``make`` then returns ``{"ranks": [operands of each rank]}``.
         rank_specs: the Spec of each rank; empty: ``spec`` with the rank in every DCP inside it.
+        sparse: operands and outputs that stand in far larger buffers on trial (``sparse.py``).
         why: the reason why it exists, in a sentence; empty: that of its group (``add``), else of its fault class.
     """
 
@@ -52,6 +54,7 @@ class Case:
     fault: int = 0
     ranks: int = 0
     rank_specs: tuple[Spec, ...] = ()
+    sparse: Mapping[str, Sparse] = field(default_factory=dict)
     why: str = ""
 
     def runs_in(self, profile: str) -> bool:

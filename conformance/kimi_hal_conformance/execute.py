@@ -22,8 +22,9 @@ from kimi_hal_conformance.oracle import Question, answer
 from kimi_hal_conformance.promises import Kept, kept
 from kimi_hal_conformance.roundings import inner
 from kimi_hal_conformance.scripts import call
+from kimi_hal_conformance.sparse import CannotTryError
 from kimi_hal_conformance.trial import Trial
-from kimi_hal_conformance.verdict import FAILED, PASSED, REFUSED, Measure, Verdict
+from kimi_hal_conformance.verdict import FAILED, NOT_RUN, PASSED, REFUSED, Measure, Verdict
 
 #: Seconds that a rank of a loopback group may keep the others waiting; a case has a limit of its own.
 RANK_TIMEOUT = 600.0
@@ -46,6 +47,8 @@ def run_case(case: Case, subject: Subject, seed: int, repeats: int = 0) -> Verdi
         status = FAILED if problems else PASSED
     except KeyboardInterrupt:
         raise
+    except CannotTryError as error:  # before anything was called
+        status, problems = NOT_RUN, [str(error)]
     except BaseException as error:  # whatever a vendor's kernel raises, SystemExit too, is its verdict
         refusal = refused(error, subject.implementation)
         status = REFUSED if refusal else FAILED
@@ -97,7 +100,7 @@ def try_case(case: Case, subject: Subject, seed: int) -> tuple[list[str], list[M
     operands = case.make(generator(case, seed))
     op = ops.get(case.operator)
     if not case.ranks:
-        question = Question(op, case.spec, case.limits, operands)
+        question = Question(op, case.spec, case.limits, operands, sparse=case.sparse)
         return judged(question, called(question, subject))
     specs = case.rank_specs or [at_rank(case.spec, rank) for rank in range(case.ranks)]
     given = operands["ranks"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from kimi_hal.reference.backend import function
 from kimi_hal.reference.sizes import records_bytes
 from kimi_hal.reference.weights import weights
 from kimi_hal_conformance.case import Checkpoint
+from kimi_hal_conformance.sparse import Sparse
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Question:
         limits: the sizes that it is planned for.
         operands: by name.
         group: the ranks, or ``None``.
+        sparse: operands and outputs that stand in far larger buffers on trial.
     """
 
     op: Operator
@@ -45,6 +47,7 @@ class Question:
     limits: Limits
     operands: Mapping[str, Any]
     group: Any = None
+    sparse: Mapping[str, Sparse] = field(default_factory=dict)
 
     def use(self) -> Question:
         """Return the call of ``moe_experts`` that tells whether prepared weights are right.

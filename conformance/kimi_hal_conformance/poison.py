@@ -5,7 +5,7 @@ Outputs are filled before the call, so that an element that nobody wrote shows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kimi_hal.dispatch.device import CANARY
 from kimi_hal.dispatch.hookspecs import DeviceHooks
+from kimi_hal_conformance.sparse import Placed, Sparse
 
 GUARD = 4096
 #: What a workspace and a floating-point output hold before the call: every byte of a NaN.
@@ -26,10 +27,17 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Room:
-    """The buffers of one call, by name."""
+    """The buffers of one call, by name.
 
-    def __init__(self, device: DeviceHooks) -> None:
+    Args:
+        device: where they stand.
+        sparse: those that stand in a far larger buffer (``sparse.py``).
+    """
+
+    def __init__(self, device: DeviceHooks, sparse: Mapping[str, Sparse] | None = None) -> None:
         self.device = device
+        self.sparse = sparse or {}
+        self.far: dict[str, Placed] = {}
         self.buffers: dict[str, Tensor] = {}
         self.originals: dict[str, Tensor] = {}
 
@@ -39,24 +47,76 @@ class Room:
             return [self.operand(f"{name}[{i}]", item) for i, item in enumerate(value)]
         if not isinstance(value, Tensor):
             return value
-        placed = self._place(value)
+        value = self._named(name, value)
+        placed = self._place_far(name, value) if name in self.sparse else self._place(value)
         self.buffers[name] = placed
         self.originals[name] = value.clone()
         return placed
 
     def output(self, name: str, shape: tuple[int, ...], dtype: str) -> Tensor:
         """Return an output buffer between canaries, full of what no result is."""
+        if name in self.sparse:
+            return self._output_far(name, shape, dtype)
         buffer: Tensor = self.device.empty(shape, dtype, guard=GUARD)
-        if buffer.numel():
-            buffer.view(torch.uint8).fill_(FILL if buffer.is_floating_point() else FILL_INTEGER)
         self.buffers[name] = buffer
-        return buffer
+        return poison(buffer)
 
     def scratch(self, name: str, size: int) -> Tensor:
         """Return bytes for workspace, step metadata or records, full of NaN, between canaries."""
         buffer: Tensor = self.device.empty((size,), "uint8", guard=GUARD)
         self.buffers[name] = buffer.fill_(FILL)
         return buffer
+
+    def refill(self, name: str, value: Any) -> None:
+        """Put other data where an operand of the same form is, and remember its bytes instead.
+
+        Raises:
+            AssertionError: it has another shape or dtype, which is a fault of who asks.
+        """
+        if isinstance(value, list):
+            for i, item in enumerate(value):
+                self.refill(f"{name}[{i}]", item)
+        elif isinstance(value, Tensor):
+            placed, value = self.buffers[name], self._named(name, value)
+            found = self.as_given(placed)
+            assert (found.shape, found.dtype) == (value.shape, value.dtype), f"{name} has another form"
+            self._fill_far(name, value) if name in self.far else placed.copy_(value)
+            self.originals[name] = value.clone()
+
+    def as_given(self, tensor: Tensor) -> Tensor:
+        """Return an operand as the case has it: of a sparse one the rows that exist."""
+        far = next((f for name, f in self.far.items() if self.buffers[name] is tensor), None)
+        return far.existing(tensor) if far else tensor
+
+    def _named(self, name: str, value: Tensor) -> Tensor:
+        """Return an operand that names rows of a sparse one with the numbers that they have there."""
+        naming = (sparse for sparse in self.sparse.values() if name in sparse.ids)
+        sparse = next(naming, None)  # several buffers that one operand names rows of stand alike
+        return sparse.named(name, value) if sparse else value
+
+    def _far(self, name: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> Tensor:
+        """Return a buffer of which little exists."""
+        self.far[name] = Placed(self.sparse[name], shape, strides, dtype)
+        self.buffers[name] = self.far[name].allocate(self.device)
+        return self.buffers[name]
+
+    def _place_far(self, name: str, value: Tensor) -> Tensor:
+        """Put each row of an operand where it stands in a far larger buffer."""
+        dtype = str(value.dtype).removeprefix("torch.")
+        whole = self._far(name, tuple(value.shape), value.stride(), dtype)
+        self._fill_far(name, value)
+        return whole
+
+    def _fill_far(self, name: str, value: Tensor) -> None:
+        for place, row in zip(self.sparse[name].places, value, strict=True):
+            self.buffers[name][place].copy_(row)
+
+    def _output_far(self, name: str, shape: tuple[int, ...], dtype: str) -> Tensor:
+        """Return an output whose rows stand far apart, full of what no result is."""
+        whole = self._far(name, shape, torch.empty(shape, device="meta").stride(), dtype)
+        for row in whole:
+            poison(row)
+        return whole
 
     def _place(self, value: Tensor) -> Tensor:
         """Give a strided operand its own storage; the gaps between its rows are canaries too."""
@@ -75,12 +135,20 @@ class Room:
     def problems(self, mutated: tuple[str, ...]) -> Iterator[str]:
         """Yield every canary that changed and every operand that the contract does not let a call change."""
         for name, buffer in self.buffers.items():
-            if not _canaries_intact(buffer):
+            far = self.far.get(name)
+            if not (far.intact() if far else _canaries_intact(buffer)):
                 yield f"memory around {name} was written"
         for name, original in self.originals.items():
             base = name.partition("[")[0]
-            if base not in mutated and not same_bits(self.buffers[name].cpu(), original.cpu()):
+            if base not in mutated and not same_bits(self.as_given(self.buffers[name]).cpu(), original.cpu()):
                 yield f"{name} was modified"
+
+
+def poison(buffer: Tensor) -> Tensor:
+    """Fill a contiguous output with what no result is, and return it."""
+    if buffer.numel():
+        buffer.view(torch.uint8).fill_(FILL if buffer.is_floating_point() else FILL_INTEGER)
+    return buffer
 
 
 def _canaries_intact(buffer: Tensor) -> bool:

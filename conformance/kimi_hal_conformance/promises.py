@@ -59,7 +59,8 @@ def kept(case: Case, subject: Subject, seed: int, repeats: int) -> Kept:
 
 def asked(case: Case, seed: int) -> Question:
     """Return the call of a case without ranks."""
-    return Question(ops.get(case.operator), case.spec, case.limits, case.make(generator(case, seed)))
+    operands = case.make(generator(case, seed))
+    return Question(ops.get(case.operator), case.spec, case.limits, operands, sparse=case.sparse)
 
 
 def properties(question: Question, subject: Subject) -> Properties:

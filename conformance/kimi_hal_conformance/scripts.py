@@ -25,7 +25,7 @@ def call(question: Question, subject: Subject, given: bool) -> Called:
         subject: who answers it.
         given: outputs are given as buffers that hold what no result is.
     """
-    stage = Stage(question, subject, Room(subject.hooks), given)
+    stage = Stage(question, subject, Room(subject.hooks, question.sparse), given)
     found = SCRIPTS.get(question.op.name, _plain)(stage)
     subject.hooks.synchronize()
     around = stage.room.problems(question.op.mutated)

@@ -37,7 +37,10 @@ def pieces(case: Case, seed: int) -> Iterator[Case]:
         kind, count = "row", rows
     for number in range(min(count, TRIED) if count > 1 else 0):
         yield dataclasses.replace(
-            case, id=f"{case.id}, {kind} {number} of {count}", make=_cut(case, seed, dims, number)
+            case,
+            id=f"{case.id}, {kind} {number} of {count}",
+            make=_cut(case, seed, dims, number),
+            sparse={name: far for name, far in case.sparse.items() if far.ids},  # not rows that are cut
         )
 
 

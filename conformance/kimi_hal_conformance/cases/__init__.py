@@ -1,4 +1,7 @@
-"""The cases, one file an operator family and one for its edges. Importing a file registers its cases."""
+"""The cases: a file for an operator family, one for its edges, and one for what runs through all of them.
+
+Importing a file registers its cases.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,12 @@ import importlib
 
 FAMILIES = ("indexer", "topk_merge", "sparse_mla", "kda", "moe", "all_gather", "composites")
 
+#: What all operators have cases of.
+THROUGHOUT = ("offsets",)
+
 
 def load() -> None:
-    """Import every family's cases."""
-    for family in FAMILIES:
-        for file in (family, f"{family}_edges"):
-            importlib.import_module(f"kimi_hal_conformance.cases.{file}")
+    """Import every file of cases."""
+    of_families = [name for family in FAMILIES for name in (family, f"{family}_edges")]
+    for file in (*of_families, *THROUGHOUT):
+        importlib.import_module(f"kimi_hal_conformance.cases.{file}")
