@@ -39,6 +39,10 @@ class PluginError(KimiHalError):
         super().__init__(f"plugin {plugin!r}: {message}")
 
 
+class ToolMissingError(KimiHalError):
+    """A compiler or another tool that is not installed, or too old: what it is needed for, and how to get it."""
+
+
 class SelectionError(KimiHalError):
     """No implementation fits. ``refusals`` maps each candidate's full name to all its reasons."""
 

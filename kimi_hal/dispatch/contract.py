@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kimi_hal.dispatch.compiling import Compiled, Instruction, Kernel, Target
 from kimi_hal.domain import Domain, OneOf, Range
 
 __all__ = [
@@ -17,14 +18,18 @@ __all__ = [
     "Backend",
     "BuildContext",
     "Capability",
+    "Compiled",
     "Domain",
     "Implementation",
+    "Instruction",
+    "Kernel",
     "OneOf",
     "Preference",
     "Probe",
     "Properties",
     "Range",
     "Sizes",
+    "Target",
     "TensorCap",
 ]
 
@@ -156,6 +161,8 @@ class Implementation:
         execution: how it may run: native, portable, interpreted, compile_only.
         numerics: classes of rounding beyond the contract, from ``NUMERICS``.
         version: of a wrapped library; ``""`` = the plugin's.
+        compile: optional; ``compile(target: Target)`` returns the ``Kernel`` descriptions that it launches there,
+            which are compiled where the device is not (``kimi-hal conformance run --compile-only``).
     """
 
     operator: str
@@ -172,6 +179,7 @@ class Implementation:
     execution: tuple[str, ...] = ("native",)
     numerics: tuple[str, ...] = ()
     version: str = ""
+    compile: str | None = None
 
 
 @dataclass(frozen=True)
@@ -230,6 +238,7 @@ class Backend:
         removed_variables: old name -> what replaces it.
         formats: ``"module:NAME"``, a tuple of extra cache formats.
         overrides_composites: composites that it fuses.
+        targets: what its kernels can be compiled for without a device.
     """
 
     name: str
@@ -243,3 +252,4 @@ class Backend:
     removed_variables: Mapping[str, str] = field(default_factory=dict)
     formats: str | None = None
     overrides_composites: tuple[str, ...] = ()
+    targets: tuple[Target, ...] = ()

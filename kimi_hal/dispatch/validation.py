@@ -16,6 +16,7 @@ from kimi_hal.dispatch.contract import (
     Preference,
     Probe,
     Properties,
+    Target,
     TensorCap,
 )
 from kimi_hal.dispatch.fields import leaves
@@ -58,6 +59,7 @@ def backend_problems(name: str, backend: Any) -> Iterator[str]:
             if not variable.startswith(prefix(name)):
                 yield f"{table}: {variable!r} must begin with {prefix(name)}"
     yield from _composites(backend.overrides_composites)
+    yield from _targets(backend.targets)
 
 
 def implementations_problems(declared: Any) -> Iterator[str]:
@@ -107,7 +109,7 @@ def _implementation(item: Implementation) -> Iterator[str]:
     yield from wrong
     if wrong:
         return
-    yield from _references("", item, ("build", "prepare", "weights", "size"))
+    yield from _references("", item, ("build", "prepare", "weights", "size", "compile"))
     yield from _members("execution", item.execution, contract.EXECUTIONS)
     yield from _members("numerics", item.numerics, contract.NUMERICS)
     if not item.execution:
@@ -236,6 +238,20 @@ def _composites(named: Iterable[str]) -> Iterator[str]:
     for name in named:
         if name not in known:
             yield f"overrides_composites: unknown composite {name!r}{nearest(name, known)}"
+
+
+def _targets(declared: Any) -> Iterator[str]:
+    seen: set[str] = set()
+    for target in declared if isinstance(declared, tuple) else ():
+        if not isinstance(target, Target):
+            continue
+        wrong = list(_types("Target", target, Target))
+        yield from (f"targets: {problem}" for problem in wrong)
+        if not wrong and not (target.name and target.arch):
+            yield f"targets: a target needs a name and an arch, got {target!r}"
+        if not wrong and target.name in seen:
+            yield f"targets: {target.name!r} is declared twice"
+        seen.add(str(target.name))
 
 
 def _members(what: str, given: Iterable[Any], legal: Iterable[str]) -> Iterator[str]:

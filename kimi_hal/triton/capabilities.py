@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from kimi_hal.dispatch.contract import Capability, Implementation
 from kimi_hal.domain import Domain, OneOf, Range
+from kimi_hal.triton.all_gather_claims import all_gather
 from kimi_hal.triton.claim_terms import ELEMENT, EXECUTION, LAST, REQUIRES, ROW
 from kimi_hal.triton.indexer_claims import indexer
 from kimi_hal.triton.sparse_mla_claims import sparse_mla
+from kimi_hal.triton.topk_merge_claims import topk_merge
 
 #: An engine builds one KDASpec for all six operators: what these two do not look at may be anything.
 KDA: dict[str, Domain] = {
@@ -31,10 +33,13 @@ def implementations(arch: tuple[str, ...]) -> tuple[Implementation, ...]:
     return (
         *indexer(arch),
         *sparse_mla(arch),
+        *topk_merge(arch),
+        *all_gather(arch),
         Implementation(
             operator="kda_gate",
             name="triton",
             build="kimi_hal.triton.kda:build_kda_gate",
+            compile="kimi_hal.triton.kda_kernels:kda_gate",
             capabilities=(
                 Capability(
                     arch=arch,
@@ -52,6 +57,7 @@ def implementations(arch: tuple[str, ...]) -> tuple[Implementation, ...]:
             operator="kda_decode",
             name="triton",
             build="kimi_hal.triton.kda:build_kda_decode",
+            compile="kimi_hal.triton.kda_kernels:kda_decode",
             capabilities=(
                 Capability(
                     arch=arch,

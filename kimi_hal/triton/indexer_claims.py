@@ -64,6 +64,7 @@ def _implementation(operator: str, arch: tuple[str, ...]) -> Implementation:
         operator=operator,
         name="triton",
         build=f"kimi_hal.triton.{module}:build_{operator}",
+        compile=f"kimi_hal.triton.{module}_kernels:{operator}",
         capabilities=(
             Capability(
                 arch=arch,

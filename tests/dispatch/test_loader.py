@@ -20,6 +20,7 @@ from kimi_hal.dispatch.contract import (
     Probe,
     Properties,
     Range,
+    Target,
     TensorCap,
 )
 from kimi_hal.dispatch.hookspecs import hookimpl
@@ -302,6 +303,15 @@ def test_a_missing_module_of_ours_names_what_the_distribution_asks_for(tmp_path,
             "Backend.variables must be Mapping[str, str], got tuple ('KIMI_HAL_ACME_X',)",
         ),
         ({"overrides_composites": ("sparse_mla",)}, "overrides_composites: unknown composite 'sparse_mla'"),
+        ({"targets": ("acme2",)}, "Backend.targets must be tuple[Target, ...], got tuple ('acme2',)"),
+        (
+            {"targets": (Target("acme2", ""),)},
+            "targets: a target needs a name and an arch, got Target(name='acme2', arch='', code='', stand_in='')",
+        ),
+        (
+            {"targets": (Target("acme2", "acme2"), Target("acme2", "acme3"))},
+            "targets: 'acme2' is declared twice",
+        ),
     ],
 )
 def test_an_ill_formed_backend_is_a_sentence(plugins, fields, sentence):
@@ -338,6 +348,7 @@ GOOD, COVERED = implementation(), capability()
             "build='acme.attn.build' is not of the form 'module:function'",
         ),
         (changed(GOOD, size="size:"), "size='size:' is not of the form 'module:function'"),
+        (changed(GOOD, compile="kernels"), "compile='kernels' is not of the form 'module:function'"),
         (
             changed(GOOD, execution=("nativ",)),
             "execution: unknown 'nativ'; did you mean 'native'? Possible: native, portable, interpreted, "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from kimi_hal.dispatch.contract import API_VERSION, Backend, Probe
+from kimi_hal.dispatch.contract import API_VERSION, Backend, Probe, Target
 from kimi_hal.dispatch.hookspecs import hookimpl
 
 NODES = Path("sys/class/kfd/kfd/topology/nodes")
@@ -23,6 +23,7 @@ def kimi_hal_backend() -> Backend:
         implementations="kimi_hal_amd.implementations:IMPLEMENTATIONS",
         device="kimi_hal_amd.device:Device",
         torch_device="cuda",  # what a ROCm build of torch calls it
+        targets=(Target("gfx942", "gfx942"), Target("gfx950", "gfx950")),
     )
 
 

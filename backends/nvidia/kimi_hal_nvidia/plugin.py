@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kimi_hal.dispatch.contract import API_VERSION, Backend, Probe
+from kimi_hal.dispatch.contract import API_VERSION, Backend, Probe, Target
 from kimi_hal.dispatch.hookspecs import hookimpl
 from kimi_hal.dispatch.management import Inventory, inventory
 
@@ -18,6 +18,7 @@ def kimi_hal_backend() -> Backend:
         implementations="kimi_hal_nvidia.implementations:IMPLEMENTATIONS",
         device="kimi_hal.dispatch.device:StreamDevice",
         torch_device="cuda",
+        targets=(Target("sm_90a", "sm_90"), Target("sm_100a", "sm_100"), Target("sm_103a", "sm_103")),
     )
 
 

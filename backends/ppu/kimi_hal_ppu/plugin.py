@@ -10,12 +10,18 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from kimi_hal.dispatch.contract import API_VERSION, Backend, Probe
+from kimi_hal.dispatch.contract import API_VERSION, Backend, Probe, Target
 from kimi_hal.dispatch.hookspecs import hookimpl
 from kimi_hal.dispatch.management import Inventory, inventory
 
 DEVICE_FILES = "alixpu*"
 ARCHITECTURES = {"810": "ppu_10", "890": "ppu_15"}
+#: The SAIL toolkit is not public; it starts from these targets of CUDA.
+STAND_IN = "stands for {arch}: the SAIL toolkit starts from this target of CUDA, but this is not PPU code"
+TARGETS = (
+    Target("cuda:80", "ppu_10", code="sm_80", stand_in=STAND_IN.format(arch="ppu_10")),
+    Target("cuda:89", "ppu_15", code="sm_89", stand_in=STAND_IN.format(arch="ppu_15")),
+)
 
 
 @hookimpl
@@ -29,6 +35,7 @@ def kimi_hal_backend() -> Backend:
         implementations="kimi_hal_ppu.implementations:IMPLEMENTATIONS",
         device="kimi_hal_ppu.device:Device",
         torch_device="cuda",
+        targets=TARGETS,
     )
 
 
