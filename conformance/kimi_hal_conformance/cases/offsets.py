@@ -43,9 +43,9 @@ ROW, SLOT = 1 << 30, 1 << 20
 ROWS = 3
 
 
-def far_pages(stride: int, pages: int, ids: dict[str, int]) -> Sparse:
-    """Return places of pages: ordinary ones, the ones around 2^31 bytes and the ones around 2^32."""
-    middle, last = ((1 << bits) // stride for bits in (31, 32))
+def far_pages(page_bytes: int, stride: int, pages: int, ids: dict[str, int]) -> Sparse:
+    """Return places of pages: ordinary ones, some from 2^31 bytes on and some from 2^32 on."""
+    middle, last = ((1 << bits) // page_bytes for bits in (31, 32))
     wanted = (1, middle + 1, last + 1, middle - 1, 0, last + 2, middle, last)
     further = range(2, pages)
     places = (*wanted, *further)[:pages]
@@ -68,7 +68,8 @@ def cached(label: str, spec: Any, make: Make, names: dict[str, dict[str, int]]) 
     operands = make(torch.Generator().manual_seed(0))
     sparse = {}
     for cache, ids in names.items():
-        sparse[cache] = far_pages(operands[cache].stride(0), operands[cache].shape[0], ids)
+        pages, page_bytes = operands[cache].shape
+        sparse[cache] = far_pages(page_bytes, operands[cache].stride(0), pages, ids)
     return case(label, spec, make, sparse)
 
 
@@ -118,8 +119,10 @@ def rows() -> Iterator[Case]:
     query = IndexQuerySpec(index=FP8, num_heads=4)
     yield case("quantize_index_query/edges/far-rows", query, query_operands(query, ROWS), {"q": far})
     scored = IndexerSpec(index=FP8, num_heads=4)
-    lengths = (130, 65, 64)
-    yield case("indexer_logits/edges/far-rows-out", scored, score_operands(scored, lengths, 1), {"out": far})
+    lengths = (130, 65, 64, 1)  # the last row is padding
+    yield case(
+        "indexer_logits/edges/far-rows-out", scored, score_operands(scored, lengths, 1), {"out": far_rows(4)}
+    )
     select = TopKSpec(topk=64, return_selected=True)
     scores = select_operands(select, spread, (300, 64, 299), 300)
     yield case("topk_select/edges/far-rows", select, scores, {"scores": far})

@@ -16,6 +16,7 @@ FAMILIES = (
     "composites",
     "formats",
     "core",
+    "offsets",
 )
 
 

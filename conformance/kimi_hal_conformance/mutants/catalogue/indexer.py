@@ -117,6 +117,7 @@ MUTANTS = (
         breaks="A page's byte offset is formed in 32 bits and wraps at 2^31.",
         imitates="https://github.com/sgl-project/sglang/pull/34725",
         passes="deepgemm",
+        operators=(*SCORES, "dsa_decode"),
         areas=("offsets",),
         fault=8,
     ),
