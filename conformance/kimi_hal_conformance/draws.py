@@ -32,6 +32,45 @@ def ints(values: Sequence[int], dtype: torch.dtype = torch.int32) -> Tensor:
     return torch.tensor(list(values), dtype=dtype)
 
 
+def column(values: Sequence[int], dtype: torch.dtype = torch.int32) -> Tensor:
+    """Return given integers as a column of a wider table, whose other columns would be read by a wrong stride."""
+    table = torch.full((len(values), 3), 1, dtype=dtype)
+    table[:, 0] = ints(values, dtype)
+    return table[:, 0]
+
+
+def hard_values(g: torch.Generator, rows: int, width: int) -> Tensor:
+    """Return float32 rows that a quantiser gets wrong, one kind a row, again from the first where rows are more.
+
+    Zeros of both signs; a tiny block beside an ordinary one; all below any floor; the largest numbers; subnormals of
+    bfloat16 and of float32; halves of two codes; powers of two; one large element among small ones.
+    """
+    x = normal(g, rows, width)
+    step, half = torch.arange(width), width // 2
+    for row in range(rows):
+        kind = row % 10
+        if kind == 0:
+            x[row] = torch.where(step % 2 == 0, 0.0, -0.0)
+        elif kind == 1:
+            x[row, :half] = 1e-6
+        elif kind == 2:
+            x[row] *= 1e-9
+        elif kind == 3:
+            x[row] = x[row].sign() * 3e38
+        elif kind == 4:
+            x[row] = x[row] * 2.0**-130
+        elif kind == 5:
+            x[row] = x[row].sign() * 2.0**-149
+        elif kind == 6:
+            x[row] = (step % 33).float() / 16 + 1.03125
+        elif kind == 7:
+            x[row] = torch.ldexp(x[row].sign(), step % 24 - 12)
+        elif kind == 8:
+            x[row] *= 1e-3
+            x[row, width // 3] = 448.0
+    return x
+
+
 def strided(tensor: Tensor, pad: int = 8) -> Tensor:
     """Return the same values as a view of wider rows, as a slice of a fused projection is."""
     wide = torch.full((*tensor.shape[:-1], tensor.shape[-1] + pad), float("nan")).to(tensor.dtype)
@@ -75,13 +114,17 @@ def near_ties(y: Tensor, slack: Tensor) -> Tensor:
 
 
 def close_cut(scores: Tensor, k: int, slack: float = 1e-4) -> Tensor:
-    """Tell which rows of float64 scores have a best key behind the cut that is close to the last before it."""
+    """Tell which rows of float64 scores have a best key behind the cut that is close to the last before it.
+
+    Zeros on both sides are none: a rectified sum is 0 in every precision, and positions decide.
+    """
     if scores.shape[1] <= k:
         return torch.zeros(scores.shape[0], dtype=torch.bool)
     best = scores.sort(dim=1, descending=True).values
     gap = best[:, k - 1] - best[:, k]
     scale = scores.masked_fill(scores.isinf(), 0.0).abs().amax(dim=1)
-    return best[:, k].isfinite() & (gap <= slack * scale)
+    zeros = (best[:, k - 1] == 0) & (best[:, k] == 0)
+    return best[:, k].isfinite() & (gap <= slack * scale) & ~zeros
 
 
 def block_tables(g: torch.Generator, lengths: Sequence[int], page: int, pages: int, columns: int) -> Tensor:
