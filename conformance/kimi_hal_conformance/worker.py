@@ -76,16 +76,11 @@ def run(batch: Batch, answers: int) -> None:
         return
     send(answers, Started(pid=os.getpid(), versions=versions))
     subject = Subject(batch.implementation, batch.device, hooks)
-    left, waiting = batch.relations, True
     with contextlib.suppress(KimiHalError):  # else every case says so itself
         policy.freeze()  # as an engine does: to look for plugins again costs more than a small case
     for case_id in batch.cases:
         signal.alarm(math.ceil(PATIENCE * batch.limit) + 60)
-        effort = Effort(batch.repeats, relations=left > 0)
-        verdict = run_case(cases.get(case_id), subject, batch.seed, effort)
-        left -= bool(APART & {*verdict.promises})
-        if waiting and verdict.status == PASSED:  # once: values are right at least there
-            verdict, waiting = with_speed(verdict, subject, batch.untimed), False
+        verdict = run_case(cases.get(case_id), subject, batch.seed, batch.repeats)
         send(answers, Done(verdict=verdict))
 
 
