@@ -2,8 +2,9 @@
 
 As of Triton 3.9 the interpreter keeps bfloat16 as 16-bit integers and multiplies those in ``tl.dot``,
 truncates float32 to bfloat16 instead of rounding, converts FP8 without NaN and with a wrong saturation,
-turns a comparison of scalars into floats where it meets a block, and keeps a launch's grid in globals, which ranks
-that are threads would share. Triton 3.6 cannot end a loop at a loaded number under NumPy 2.4 or later.
+turns a comparison of scalars into floats where it meets a block, keeps a launch's grid in globals, which ranks
+that are threads would share, and patches the language anew at every call of a function, which takes half of its
+time. Triton 3.6 cannot end a loop at a loaded number under NumPy 2.4 or later.
 Conversions here go through torch's types, which round to nearest even; FP8 saturates as the hardware's do.
 """
 
@@ -27,7 +28,9 @@ TYPES = {
     tl.float8e5: torch.float8_e5m2,
 }
 LAUNCH, run_grid = threading.RLock(), interpreter.GridExecutor.__call__
-patch_tensor = interpreter._patch_lang_tensor
+patch_tensor, patch_lang = interpreter._patch_lang_tensor, interpreter._patch_lang
+#: The modules, by their globals, whose language this launch has patched.
+PATCHED: set[int] = set()
 BITS = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 
 
@@ -38,6 +41,7 @@ def repair() -> None:
     interpreter.InterpreterBuilder.create_splat = splat
     interpreter.GridExecutor.__call__ = launch
     interpreter._patch_lang_tensor = patched_tensor
+    interpreter._patch_lang = patched_lang
 
 
 def patched_tensor(tensor: Any, scope: Any) -> None:
@@ -49,7 +53,17 @@ def patched_tensor(tensor: Any, scope: Any) -> None:
 def launch(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a grid, one at a time in this process."""
     with LAUNCH:
+        PATCHED.clear()
         return run_grid(self, *args, **kwargs)
+
+
+def patched_lang(fn: Any) -> Any:
+    """Patch the language that a function sees once a launch, not at each of its calls."""
+    seen = id(fn.__globals__)
+    if seen in PATCHED:
+        return interpreter._LangPatchScope()
+    PATCHED.add(seen)
+    return patch_lang(fn)
 
 
 def convert(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
