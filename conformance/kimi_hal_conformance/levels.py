@@ -5,7 +5,6 @@ A level is reached only by what ran: what a run left out, and what this suite do
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
@@ -61,22 +60,15 @@ def _edge(case: Case) -> bool:
     return "/edges/" in case.id
 
 
-def standings(verdicts: Sequence[Verdict]) -> tuple[Standing, ...]:
-    """Return where each implementation of each operator stands."""
-    groups: dict[tuple[str, str], list[Verdict]] = defaultdict(list)
-    for verdict in verdicts:
-        groups[verdict.operator, verdict.implementation].append(verdict)
-    return tuple(_standing(*names, mine) for names, mine in groups.items())
-
-
-def _standing(operator: str, implementation: str, verdicts: Sequence[Verdict]) -> Standing:
+def standing(operator: str, name: str, verdicts: Sequence[Verdict]) -> Standing:
+    """Return where an implementation of an operator stands, by all verdicts on it."""
     steps = tuple(_step(level, operator, verdicts) for level in NAMES)
     reached = len(list(takewhile(lambda s: s.state == REACHED, steps)))
     stop = steps[reached]  # the last is never reached: nothing tries it
     return Standing(
+        name=name,
         operator=operator,
-        implementation=implementation,
-        reached=reached,
+        level=reached,
         stops=f"level {stop.level}, {stop.name}: {stop.why}",
         steps=steps,
     )
@@ -128,7 +120,7 @@ def _why_untested(level: int, operator: str, evidence: Sequence[Verdict], verdic
 
 def lines(standings: Sequence[Standing]) -> Iterator[str]:
     """Yield a line an implementation: the level reached, and what stops it from the next."""
-    wide = max((len(f"{s.operator} {s.implementation}") for s in standings), default=0)
-    for standing in standings:
-        name = f"{standing.operator} {standing.implementation}".ljust(wide)
-        yield f"level {standing.reached} of {len(NAMES)}  {name}  next: {standing.stops}"
+    wide = max((len(f"{s.operator} {s.name}") for s in standings), default=0)
+    for found in standings:
+        name = f"{found.operator} {found.name}".ljust(wide)
+        yield f"level {found.level} of {len(NAMES)}  {name}  next: {found.stops}"

@@ -12,6 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from kimi_hal_conformance.plot import Plot, Row, Share
 from kimi_hal_conformance.report import summary, worst
+from kimi_hal_conformance.schema import Report, Tested
 from kimi_hal_conformance.verdict import (
     AGAINST,
     FAILED,
@@ -19,8 +20,6 @@ from kimi_hal_conformance.verdict import (
     PASSED,
     REFUSED,
     WAIVED,
-    OnTrial,
-    Report,
     Verdict,
 )
 
@@ -33,7 +32,7 @@ CONTROLS = dict.fromkeys({*range(32)} - {ord("\t"), ord("\n")}, "\ufffd")
 class Section:
     """An implementation of an operator: what was tested and all that is said of it."""
 
-    about: OnTrial
+    about: Tested
     verdicts: tuple[Verdict, ...]
 
     @property
@@ -82,7 +81,7 @@ def render(report: Report) -> str:
     return template.render(
         report=report,
         summary=summary(report),
-        columns=tuple(dict.fromkeys(s.about.implementation for s in parts)),
+        columns=tuple(dict.fromkeys(s.about.name for s in parts)),
         matrix=matrix(parts),
         sections=parts,
         overview=overview(parts),
@@ -115,17 +114,15 @@ def sections(report: Report) -> Iterator[Section]:
     said: dict[tuple[str, str], list[Verdict]] = defaultdict(list)
     for verdict in report.verdicts:
         said[verdict.operator, verdict.implementation].append(verdict)
-    about = {(i.operator, i.implementation): i for i in report.implementations}
-    for key in dict.fromkeys((*about, *said)):
-        unknown = OnTrial(operator=key[0], implementation=key[1], version="", source_hash="")
-        yield Section(about.get(key, unknown), tuple(said[key]))
+    for about in report.implementations:
+        yield Section(about, tuple(said[about.operator, about.name]))
 
 
 def matrix(parts: Iterable[Section]) -> dict[str, dict[str, Section]]:
     """Return the sections by operator and implementation."""
     found: dict[str, dict[str, Section]] = defaultdict(dict)
     for section in parts:
-        found[section.about.operator][section.about.implementation] = section
+        found[section.about.operator][section.about.name] = section
     return dict(found)
 
 
@@ -135,7 +132,7 @@ def overview(parts: Iterable[Section]) -> Plot:
     for section in parts:
         found = [share for _, share in shares(section.verdicts)]
         if found:
-            label = f"{section.about.operator} {section.about.implementation}"
+            label = f"{section.about.operator} {section.about.name}"
             rows.append(
                 Row(label, (max(found, key=lambda share: (share.value is None, share.value or 0.0)),))
             )

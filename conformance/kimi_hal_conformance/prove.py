@@ -31,7 +31,7 @@ from kimi_hal_conformance.mutants.messages import Job, Kill, Message, Outcome, T
 from kimi_hal_conformance.mutants.mutant import Mutant
 from kimi_hal_conformance.mutants.plugin import NAME
 from kimi_hal_conformance.properties import PROPERTIES
-from kimi_hal_conformance.verdict import SCHEMA_VERSION
+from kimi_hal_conformance.schema import SCHEMA_VERSION
 
 #: Seconds that one test of a mutant may take.
 LIMIT = 120
@@ -45,7 +45,11 @@ class Killed(msgspec.Struct, frozen=True, kw_only=True):
     """What became of one mutant.
 
     Args:
-        mutant: its id.
+        name: its id.
+        operator: those whose cases try it, else the areas of the properties that do, separated by commas.
+        killed: one of its tests found it.
+        killed_by: the smallest test that did; empty: it survived.
+        input: the smallest input that shows the fault, operand by operand.
         file: the changed file of the package.
         breaks: what is wrong with it.
         imitates: the public report.
@@ -56,7 +60,11 @@ class Killed(msgspec.Struct, frozen=True, kw_only=True):
         seconds: of all of them.
     """
 
-    mutant: str
+    name: str
+    operator: str
+    killed: bool
+    killed_by: str
+    input: str
     file: str
     breaks: str
     imitates: str
@@ -76,7 +84,7 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
     """A whole run.
 
     Args:
-        schema_version: as in ``verdict.py``.
+        schema: as in ``schema.py``.
         suite_version: the suite's.
         profile: quick or standard.
         every: all tests ran over each mutant, not only up to the first that kills it.
@@ -85,7 +93,7 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
         mutants: what became of each.
     """
 
-    schema_version: int
+    schema: int
     suite_version: str
     profile: str
     every: bool
@@ -96,12 +104,12 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def survivors(self) -> tuple[str, ...]:
         """Return the mutants that nothing killed."""
-        return tuple(m.mutant for m in self.mutants if not m.kills)
+        return tuple(m.name for m in self.mutants if not m.killed)
 
     @property
     def refusing(self) -> tuple[str, ...]:
         """Return the mutants that refused a test: they are not on trial where they do."""
-        return tuple(m.mutant for m in self.mutants if m.refused)
+        return tuple(m.name for m in self.mutants if m.refused)
 
     @property
     def ok(self) -> bool:
@@ -156,9 +164,9 @@ def run(wanted: Wanted, progress: Callable[[Killed], None] = lambda killed: None
 
         # The longest first: what is left for the end is short.
         ordered = sorted(chosen, key=lambda m: -len(tests(m, wanted.quick)))
-        found = {k.mutant: k for k in pool.map(one, ordered)}
+        found = {k.name: k for k in pool.map(one, ordered)}
     return Proof(
-        schema_version=SCHEMA_VERSION,
+        schema=SCHEMA_VERSION,
         suite_version=__version__,
         profile="quick" if wanted.quick else "standard",
         every=wanted.every,
@@ -277,8 +285,13 @@ def ending(code: int) -> str:
 
 def concluded(subject: Mutant, todo: Job, found: Outcome) -> Killed:
     """Join what a mutant is and what became of it."""
+    first = found.kills[0] if found.kills else None
     return Killed(
-        mutant=subject.id,
+        name=subject.id,
+        operator=", ".join(subject.operators or subject.areas),
+        killed=first is not None,
+        killed_by=first.test if first else "",
+        input=first.input if first else "",
         file=subject.file,
         breaks=subject.breaks,
         imitates=subject.imitates,

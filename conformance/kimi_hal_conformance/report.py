@@ -14,6 +14,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from kimi_hal_conformance import levels, waivers
+from kimi_hal_conformance.schema import (
+    CONFORMS,
+    DOES_NOT_CONFORM,
+    INTERRUPTED,
+    NOTHING_PASSED,
+    NOTHING_RAN,
+    Report,
+)
 from kimi_hal_conformance.verdict import (
     AGAINST,
     CRASHED,
@@ -22,7 +30,6 @@ from kimi_hal_conformance.verdict import (
     PASSED,
     REFUSED,
     WAIVED,
-    Report,
     Verdict,
     Waiver,
 )
@@ -35,11 +42,11 @@ SHOWN = 12
 def print_report(report: Report, console: Console) -> None:
     """Print one line an implementation, what was not tried, every problem, and the closing line."""
     console.print(_table(report))
-    if report.resumed:
+    if resumed := report.environment.resumed:
         kept = sum(v.kept for v in report.verdicts)
-        line = f"kept from the run of {report.resumed}: {kept} of {len(report.verdicts)} verdicts"
+        line = f"kept from the run of {resumed}: {kept} of {len(report.verdicts)} verdicts"
         console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
-    for line in levels.lines(report.standings):
+    for line in levels.lines(report.implementations):
         console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
     for reason, count in left_out(report).items():
         console.print(f"not run, {count}: {escape(reason)}", style="dim", highlight=False)
@@ -109,20 +116,25 @@ def worst(verdicts: list[Verdict]) -> str:
     return "beyond" if None in real else f"{max(share for share in real if share is not None):.2f}"
 
 
+#: How a verdict is said.
+WORDS = {
+    CONFORMS: "conforms",
+    DOES_NOT_CONFORM: "does NOT conform",
+    NOTHING_PASSED: "is NOT proven: nothing passed",
+    NOTHING_RAN: "is NOT proven: nothing ran",
+    INTERRUPTED: "is NOT proven: the run was interrupted",
+}
+
+
 def summary(report: Report) -> str:
     """Return the closing line."""
     counts = ", ".join(f"{n} {status.replace('_', ' ')}" for status, n in report.counts().items() if n)
-    what = f"{report.backend} ({report.execution}, profile {report.profile}, {report.seconds:.0f} s)"
+    run = report.environment
+    what = f"{report.backend} ({run.execution}, profile {run.profile}, {run.seconds:.0f} s)"
     wrong = sum(bool(w.problem) for w in report.waivers)
-    if report.ok:
-        word = "conforms"
-    elif any(v.status in AGAINST for v in report.verdicts):
-        word = "does NOT conform"
-    elif wrong:
-        word = f"does NOT conform: {wrong} waiver{'s' if wrong > 1 else ''} stale or not needed"
-    else:
-        waived = any(v.status == WAIVED for v in report.verdicts)
-        word = f"is NOT proven: nothing {'passed' if waived else 'ran'}"
+    word = WORDS[report.verdict]
+    if report.verdict == DOES_NOT_CONFORM and not any(v.status in AGAINST for v in report.verdicts):
+        word += f": {wrong} waiver{'s' if wrong > 1 else ''} stale or not needed"
     return f"{what} {word}: {counts or 'nothing fits what was asked for'}"
 
 

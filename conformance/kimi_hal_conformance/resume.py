@@ -9,8 +9,9 @@ from pathlib import Path
 import msgspec
 
 from kimi_hal.errors import KimiHalError
-from kimi_hal_conformance.verdict import PASSED, REFUSED, OnTrial, Report, Verdict
-from kimi_hal_conformance.verdict import read as read_report
+from kimi_hal_conformance.schema import Report, Tested
+from kimi_hal_conformance.schema import read as read_report
+from kimi_hal_conformance.verdict import PASSED, REFUSED, OnTrial, Verdict
 
 #: What is not tried again. What failed, was lost, was waived or did not run is.
 KEPT = (PASSED, REFUSED)
@@ -48,16 +49,16 @@ def check(earlier: Report, now: Mapping[str, object], versions: Mapping[str, str
     found = list(_differences(earlier, now, versions))
     if found:
         raise ResumeError(
-            f"cannot resume the run of {earlier.started}: {'; '.join(found)}. Run without --resume"
+            f"cannot resume the run of {earlier.environment.started}: {'; '.join(found)}. Run without --resume"
         )
 
 
 def _differences(earlier: Report, now: Mapping[str, object], versions: Mapping[str, str]) -> Iterator[str]:
     for name, value in now.items():
-        before = getattr(earlier, name)
+        before = getattr(earlier if hasattr(earlier, name) else earlier.environment, name)
         if before != value:
             yield f"its {name} is {before!r}, this run's {value!r}"
-    for name, before in earlier.versions.items():
+    for name, before in earlier.environment.versions.items():
         here = versions.get(name) or _installed(name)
         if here and here != before:
             yield f"its {name} is version {before}, here it is {here}"
@@ -78,9 +79,9 @@ def kept(
 
     None hold where its sources changed or have no hash, or were not repeated as this run asks.
     """
-    if earlier is None or implementation not in earlier.implementations or not implementation.source_hash:
+    if earlier is None or not implementation.source_hash or earlier.environment.repeats < repeats:
         return {}
-    if earlier.repeats < repeats:
+    if implementation not in map(_on_trial, earlier.implementations):
         return {}
     return {
         v.case: msgspec.structs.replace(v, kept=True)
@@ -89,3 +90,13 @@ def kept(
         and v.status in KEPT
         and v.case in cases
     }
+
+
+def _on_trial(tested: Tested) -> OnTrial:
+    return OnTrial(
+        operator=tested.operator,
+        implementation=tested.name,
+        version=tested.version,
+        source_hash=tested.source_hash,
+        numerics=tested.numerics,
+    )

@@ -33,7 +33,7 @@ def show(stored: Path, html: Path | None) -> None:
     """
     from kimi_hal_conformance import page
     from kimi_hal_conformance import report as output
-    from kimi_hal_conformance.verdict import read
+    from kimi_hal_conformance.schema import read
 
     try:
         report = read(stored.read_bytes())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,13 +29,12 @@ from kimi_hal_conformance.case import FULL, INTERP, PROFILES, QUICK, STANDARD, C
 from kimi_hal_conformance.cases import load
 from kimi_hal_conformance.messages import Batch
 from kimi_hal_conformance.runner import run as run_batches
+from kimi_hal_conformance.schema import Environment, Report, compose
 from kimi_hal_conformance.verdict import (
     FAILED,
     NOT_RUN,
     REFUSED,
-    SCHEMA_VERSION,
     OnTrial,
-    Report,
     Verdict,
     Waiver,
 )
@@ -133,35 +133,61 @@ def run(request: Request, progress: Callable[[Verdict], None] = lambda verdict: 
     recorded = tuple(on_record(t, loaded) for t in trials)  # before anything runs
     before = kept(trials, recorded, request, versions(loaded, probe))
     running = [left for t in trials if (left := without(t, before[t.key])).cases]
-    environment = child_environment(request)
     outcome = run_batches(
-        [batch(t, loaded, request) for t in running], environment, lanes(loaded, request), progress
+        [batch(t, loaded, request) for t in running],
+        child_environment(request),
+        lanes(loaded, request),
+        progress,
     )
     answers = dict(zip((t.key for t in running), outcome.verdicts, strict=True))
     verdicts = [
         v for t in trials for v in concluded(t, joined(t, before[t.key], answers.get(t.key, ())), request)
     ]
     judged, waived = waivers.apply(request.waivers, verdicts, suite=__version__, today=started.date())
-    return Report(
-        schema_version=SCHEMA_VERSION,
-        suite_version=__version__,
-        backend=loaded.name,
+    known = versions(loaded, probe) | outcome.versions
+    environment = Environment(
         execution=request.execution,
         profile=request.chosen_profile,
         seed=request.seed,
-        versions=(request.resume.versions if request.resume else {})
-        | versions(loaded, probe)
-        | outcome.versions,
+        repeats=request.chosen_repeats,
+        versions=request.resume.environment.versions | known if request.resume else known,
         devices=tuple(probe.devices),
-        implementations=recorded,
-        not_implemented=tuple(op for op in ops.OPERATORS if not candidates(loaded, op)),
+        python=platform.python_version(),
+        platform=platform.platform(),
         started=started.isoformat(timespec="seconds"),
         seconds=time.perf_counter() - begin,
+        resumed=request.resume.environment.started if request.resume else "",
+    )
+    return compose(
+        suite_version=__version__,
+        backend=loaded.name,
+        environment=environment,
+        on_trial=recorded,
+        not_implemented=tuple(op for op in ops.OPERATORS if not candidates(loaded, op)),
         verdicts=judged,
         waivers=waived,
-        standings=levels.standings(judged),
-        repeats=request.chosen_repeats,
-        resumed=request.resume.started if request.resume else "",
+        could_be_claimed=beyond(trials, verdicts, loaded, probe, request),
+    )
+
+
+def beyond(
+    trials: Sequence[Trial], verdicts: Sequence[Verdict], loaded: Loaded, probe: Probe, request: Request
+) -> list[CouldBe]:
+    """Return what passes although nobody claims it, where that is asked for (``Request.undeclared``)."""
+    wanted = request.undeclared
+    if wanted is None:
+        wanted = on_host(loaded, request) and request.chosen_profile in (STANDARD, FULL)
+    if not wanted:
+        return []
+    where = claims.target(probe, request.execution, loaded.backend.torch_device == ANY_DEVICE)
+    profile = request.chosen_profile if request.chosen_profile in PROFILES else QUICK
+    running = [t for t in trials if t.cases and t.implementation.name != composed.NAME]
+    found = [
+        unclaimed.Attempt.of(batch(t, loaded, request), t.implementation, where, profile, verdicts)
+        for t in running
+    ]
+    return unclaimed.passed(
+        found, lambda batches: run_batches(batches, child_environment(request), lanes(loaded, request))
     )
 
 

@@ -1,14 +1,10 @@
-"""What the suite says of one case, and of a whole run: the report's schema."""
+"""What the suite says of one case, of a waiver, and of an implementation's levels."""
 
 from __future__ import annotations
 
 from datetime import date
 
 import msgspec
-
-#: Raised when a reader of the old JSON would misread the new one. A new optional field does not raise it.
-#: 2: the status ``waived``.
-SCHEMA_VERSION = 2
 
 #: It was launched: the answer is right; it is wrong; the process died; it did not answer in time.
 PASSED, FAILED, CRASHED, HUNG = "passed", "failed", "crashed", "hung"
@@ -61,6 +57,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
             0 for what is said of all cases.
         kept: it is an earlier run's, from which this one went on.
         promises: that were tried beside the values: ``deterministic``, ``batch_invariant``.
+        smallest: where it failed, the smallest part of it that still does: ``"<case>, row 3 of 7"``, or its id.
+        input: what that part is, operand by operand; why it is not known where the process was lost.
     """
 
     case: str
@@ -79,6 +77,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     level: int = 0
     promises: tuple[str, ...] = ()
     kept: bool = False
+    smallest: str = ""
+    input: str = ""
 
 
 class Waiver(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,88 +135,18 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
-    """The highest level that an implementation of an operator reached, and what stops it from the next."""
-
-    operator: str
-    implementation: str
-    reached: int
-    stops: str
-    steps: tuple[Step, ...]
-
-
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole run: who was tested, where, and every verdict. Nothing is left out of ``verdicts``.
+    """The highest level that an implementation of an operator reached, and what stops it from the next.
 
     Args:
-        schema_version: ``SCHEMA_VERSION`` of the suite that wrote it.
-        suite_version: the suite's.
-        backend: its name.
-        execution: how its kernels ran: native, portable, interpreted.
-        profile: which cases: interp, quick, standard, or ``"cases"`` where single ones were named.
-        seed: of the operands.
-        versions: of the backend, of kimi-hal, of libraries that its capabilities require, of what the device's
-            hooks name.
-        devices: what the backend's probe found.
-        implementations: those on trial.
-        not_implemented: operators of the contract that the backend does not implement.
-        started: UTC, ISO 8601.
-        seconds: of the whole run.
-        verdicts: every case of every implementation.
-        waivers: all that were given, used or not.
-        repeats: calls beside the first of what is declared deterministic.
-        resumed: when the earlier run started from which this one went on; empty if from none.
-        standings: the level of each implementation of each operator.
+        name: full name, ``backend.implementation``.
+        operator: the abstract operator.
+        level: the highest that it reached, 0 to 6.
+        stops: which level comes next, and what stands in its way.
+        steps: all six levels.
     """
 
-    schema_version: int
-    suite_version: str
-    backend: str
-    execution: str
-    profile: str
-    seed: int
-    versions: dict[str, str]
-    devices: tuple[str, ...]
-    implementations: tuple[OnTrial, ...]
-    not_implemented: tuple[str, ...]
-    started: str
-    seconds: float
-    verdicts: tuple[Verdict, ...]
-    waivers: tuple[Waiver, ...] = ()
-    standings: tuple[Standing, ...] = ()
-    repeats: int = 0
-    resumed: str = ""
-
-    @property
-    def ok(self) -> bool:
-        """Tell whether the run speaks for the backend: something passed, and nothing speaks against it.
-
-        What did not pass speaks against it unless a live waiver admits it; so does a waiver with a problem.
-        """
-        statuses = [v.status for v in self.verdicts]
-        against = any(s in AGAINST for s in statuses) or any(w.problem for w in self.waivers)
-        return PASSED in statuses and not against
-
-    def counts(self) -> dict[str, int]:
-        """Return how many verdicts have each status."""
-        return {s: sum(v.status == s for v in self.verdicts) for s in STATUSES}
-
-
-def read(text: bytes) -> Report:
-    """Read a report.
-
-    Raises:
-        ValueError: it is none, or of another schema version.
-    """
-    try:
-        data = msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
-        raise ValueError(f"this is no report: {error}") from None
-    version = data.get("schema_version") if isinstance(data, dict) else None
-    if version is None:
-        raise ValueError("this is no report: it has no schema_version")
-    if version != SCHEMA_VERSION:
-        raise ValueError(
-            f"this report has schema version {version}, this suite reads {SCHEMA_VERSION}; "
-            "read it with the suite that wrote it, or run the backend again"
-        )
-    return msgspec.convert(data, type=Report)
+    name: str
+    operator: str
+    level: int
+    stops: str
+    steps: tuple[Step, ...]

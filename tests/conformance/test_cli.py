@@ -12,7 +12,7 @@ from plugin_package import installed, write
 from kimi_hal.cli.main import cli as whole
 from kimi_hal_conformance.case import CASES
 from kimi_hal_conformance.cli import cli
-from kimi_hal_conformance.verdict import read
+from kimi_hal_conformance.schema import read
 
 CASE = "kda_gate/odd/rows1"
 KERNELS = """

@@ -6,7 +6,8 @@ import pytest
 from conformance_runs import once
 
 from kimi_hal_conformance import suite
-from kimi_hal_conformance.verdict import NOT_RUN, PASSED, REFUSED, Report
+from kimi_hal_conformance.schema import Report
+from kimi_hal_conformance.verdict import NOT_RUN, PASSED, REFUSED
 
 pytest.importorskip("triton", reason="Triton is not installed: its CPU interpreter cannot run")
 

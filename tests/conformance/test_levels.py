@@ -6,6 +6,7 @@ import io
 from typing import Any
 
 import pytest
+from conformance_runs import report
 from rich.console import Console
 
 from kimi_hal_conformance import levels
@@ -18,9 +19,7 @@ from kimi_hal_conformance.verdict import (
     NOT_RUN,
     PASSED,
     REFUSED,
-    SCHEMA_VERSION,
     WAIVED,
-    Report,
     Standing,
     Verdict,
 )
@@ -41,8 +40,7 @@ def verdict(status: str, case: str = PLAIN, **fields: Any) -> Verdict:
 
 
 def standing(*verdicts: Verdict) -> Standing:
-    (found,) = levels.standings(verdicts)
-    return found
+    return levels.standing(verdicts[0].operator, "acme.fast", verdicts)
 
 
 # --- which level a case speaks for ------------------------------------------------------------------------
@@ -107,7 +105,7 @@ def test_an_implementation_stands_where_the_first_level_stops_it(
     verdicts: list[Verdict], reached: int, stops: str
 ) -> None:
     found = standing(*verdicts)
-    assert (found.reached, found.stops) == (reached, stops)
+    assert (found.level, found.stops) == (reached, stops)
 
 
 def test_an_operator_without_a_case_of_a_level_is_not_tested_there() -> None:
@@ -130,24 +128,7 @@ def test_every_level_is_told_also_beyond_the_one_that_stops() -> None:
 
 
 def test_levels_are_printed_behind_the_table() -> None:
-    verdicts = (verdict(PASSED),)
-    report = Report(
-        schema_version=SCHEMA_VERSION,
-        suite_version="0.1.0",
-        backend="acme",
-        execution="native",
-        profile="quick",
-        seed=0,
-        versions={},
-        devices=(),
-        implementations=(),
-        not_implemented=(),
-        started="2026-11-29T12:00:00+00:00",
-        seconds=12.0,
-        verdicts=verdicts,
-        standings=levels.standings(verdicts),
-    )
     stream = io.StringIO()
-    output.print_report(report, Console(file=stream, width=100, color_system=None))
+    output.print_report(report(verdict(PASSED)), Console(file=stream, width=100, color_system=None))
     line = "level 1 of 6  kda_gate acme.fast  next: level 2, robust: not tested in this run"
     assert line in stream.getvalue().splitlines()

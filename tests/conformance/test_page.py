@@ -11,11 +11,13 @@ from typing import Any
 import msgspec
 import pytest
 from click.testing import CliRunner, Result
+from conformance_runs import environment, report
 
 from kimi_hal_conformance.cli import cli
 from kimi_hal_conformance.page import render, write_html
 from kimi_hal_conformance.plot import AXIS, LABELS, Share, position
 from kimi_hal_conformance.report import summary, write_json
+from kimi_hal_conformance.schema import SCHEMA_VERSION
 from kimi_hal_conformance.verdict import (
     CRASHED,
     FAILED,
@@ -23,11 +25,9 @@ from kimi_hal_conformance.verdict import (
     NOT_RUN,
     PASSED,
     REFUSED,
-    SCHEMA_VERSION,
     WAIVED,
     Measure,
     OnTrial,
-    Report,
     Verdict,
     Waiver,
 )
@@ -45,38 +45,29 @@ def measure(norm: float | None, maximum: float | None, tensor: str = "g_out", ex
     return Measure(tensor=tensor, exact=exact, norm=norm, maximum=maximum)
 
 
-REPORT = Report(
-    schema_version=SCHEMA_VERSION,
-    suite_version="0.1.0",
-    backend="acme",
-    execution="native",
-    profile="quick",
-    seed=3,
-    versions={"acme": "1.5", "torch": "2.13.0", "acme-driver": "595.79"},
-    devices=("The acme <one>",),
-    implementations=(
-        OnTrial(operator="kda_gate", implementation="acme.fast", version="1.5", source_hash="ab12"),
+ENVIRONMENT = environment(
+    seed=3, versions={"acme": "1.5", "torch": "2.13.0", "acme-driver": "595.79"}, devices=("The acme <one>",)
+)
+ON_TRIAL = OnTrial(operator="kda_gate", implementation="acme.fast", version="1.5", source_hash="ab12")
+REPORT = report(
+    said("kda_gate/odd/rows1", PASSED, measures=(measure(0.5, 0.25),), seconds=0.5),
+    said(
+        "kda_gate/odd/rows9",
+        FAILED,
+        measures=(measure(31.0, None), measure(0.0, 0.0, "beta_out", exact=True)),
+        problems=(HOSTILE,),
+        replay="kimi-hal conformance run --backend acme --case kda_gate/odd/rows9",
+        output="<b>torn</b>",
+        fault=13,
     ),
+    said("kda_gate/odd/rows1", PASSED, "acme.slow", measures=(measure(0.5, 2e-9),)),
+    said("kda_decode/tp8/rows1", CRASHED, problems=("the process ended by SIGABRT",)),
+    said("kda_decode/tp8/rows6", HUNG, problems=("no answer within 60 s",)),
+    said("dsa_decode/tp8", REFUSED, problems=("heads: 96 is not 64",)),
+    said("moe_route/*", NOT_RUN, problems=("no device: none was found",)),
+    environment=ENVIRONMENT,
+    on_trial=(ON_TRIAL,),
     not_implemented=("all_gather",),
-    started="2026-11-29T12:00:00+00:00",
-    seconds=12.0,
-    verdicts=(
-        said("kda_gate/odd/rows1", PASSED, measures=(measure(0.5, 0.25),), seconds=0.5),
-        said(
-            "kda_gate/odd/rows9",
-            FAILED,
-            measures=(measure(31.0, None), measure(0.0, 0.0, "beta_out", exact=True)),
-            problems=(HOSTILE,),
-            replay="kimi-hal conformance run --backend acme --case kda_gate/odd/rows9",
-            output="<b>torn</b>",
-            fault=13,
-        ),
-        said("kda_gate/odd/rows1", PASSED, "acme.slow", measures=(measure(0.5, 2e-9),)),
-        said("kda_decode/tp8/rows1", CRASHED, problems=("the process ended by SIGABRT",)),
-        said("kda_decode/tp8/rows6", HUNG, problems=("no answer within 60 s",)),
-        said("dsa_decode/tp8", REFUSED, problems=("heads: 96 is not 64",)),
-        said("moe_route/*", NOT_RUN, problems=("no device: none was found",)),
-    ),
 )
 PAGE = render(REPORT)
 
@@ -172,7 +163,7 @@ def test_the_matrix_has_each_operator_by_each_implementation() -> None:
 
 
 def test_device_driver_and_library_versions_stand_in_it() -> None:
-    for name, version in REPORT.versions.items():
+    for name, version in REPORT.environment.versions.items():
         assert f"<tr><th>{name}</th><td>{version}</td></tr>" in PAGE
     assert "version 1.5, sources <code>ab12</code>" in PAGE
     assert "version unknown, sources <code>not hashed</code>" in PAGE
@@ -226,7 +217,7 @@ def test_waivers_stand_with_what_became_of_them() -> None:
         Waiver(case="kda_gate/odd/rows9", covers=("acme.fast",), **given),
         Waiver(case="kda_gate/odd/rows1", problem="it is stale & gone", **given),
     )
-    page = render(msgspec.structs.replace(REPORT, verdicts=(admitted,), waivers=waivers))
+    page = render(report(admitted, waivers=waivers))
     assert parsed(page).open == []
     assert parsed(page).rows[1] == ["kda_gate", "waived 1 waived"]
     assert "g_out: error<br>waived (failed): flushes &lt;subnormals&gt;</td>" in page
@@ -235,7 +226,7 @@ def test_waivers_stand_with_what_became_of_them() -> None:
 
 
 def test_a_run_of_nothing_is_a_page_too() -> None:
-    page = render(msgspec.structs.replace(REPORT, verdicts=(), implementations=(), devices=()))
+    page = render(report(environment=environment(devices=())))
     assert parsed(page).open == []
     assert "<td>none found</td>" in page
     assert "nothing fits what was asked for" in page
@@ -257,7 +248,7 @@ def test_a_stored_report_is_shown_again(tmp_path: Path) -> None:
 
 
 def test_a_report_of_another_schema_is_status_2(tmp_path: Path) -> None:
-    write_json(msgspec.structs.replace(REPORT, schema_version=7), tmp_path / "report.json")
+    write_json(msgspec.structs.replace(REPORT, schema=7), tmp_path / "report.json")
     result = show(str(tmp_path / "report.json"), "--html", str(tmp_path / "report.html"))
     assert result.exit_code == 2
     assert (

@@ -9,7 +9,8 @@ from conformance_runs import once
 from plugin_package import installed, write
 
 from kimi_hal_conformance import levels, suite
-from kimi_hal_conformance.verdict import FAILED, PASSED, Report, Verdict
+from kimi_hal_conformance.schema import Report
+from kimi_hal_conformance.verdict import FAILED, PASSED, Verdict
 
 CASE = "merge_attn_states/parts3/heads5/dim130/float32/rows7"
 IMPLEMENTATIONS = """
@@ -108,7 +109,7 @@ def test_who_promises_nothing_is_held_to_nothing(verdicts: dict[str, Verdict]) -
 
 
 def test_a_broken_promise_stops_at_level_3_and_leaves_the_values_alone(report: Report) -> None:
-    steps = {s.implementation: s.steps[2] for s in report.standings}
+    steps = {s.name: s.steps[2] for s in report.implementations}
     assert steps["promiser.steady"].state == "reached"
     assert steps["promiser.drifts"].why == f"1 of 1 failed, the first: {CASE}"
     assert steps["promiser.modest"].state == "not_tested"

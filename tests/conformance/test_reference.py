@@ -10,7 +10,8 @@ import pytest
 from conformance_runs import once
 
 from kimi_hal import ops
-from kimi_hal_conformance.verdict import PASSED, Report, read
+from kimi_hal_conformance.schema import Report, read
+from kimi_hal_conformance.verdict import PASSED
 
 
 @pytest.fixture(scope="module")
@@ -60,4 +61,9 @@ def test_floating_point_used_its_budget_and_no_more(report: Report) -> None:
 def test_every_verdict_can_be_replayed(report: Report) -> None:
     ran = [v for v in report.verdicts if v.status == PASSED]
     assert all(v.replay.startswith("kimi-hal conformance run --backend reference ") for v in ran)
-    assert json.loads(json.dumps(report.versions)).keys() >= {"kimi-hal", "reference", "torch", "python"}
+    assert json.loads(json.dumps(report.environment.versions)).keys() >= {
+        "kimi-hal",
+        "reference",
+        "torch",
+        "python",
+    }

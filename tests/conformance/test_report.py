@@ -10,9 +10,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from conformance_runs import report
 from rich.console import Console
 
 from kimi_hal_conformance import report as output
+from kimi_hal_conformance.schema import Report, read
 from kimi_hal_conformance.verdict import (
     CRASHED,
     FAILED,
@@ -20,12 +22,8 @@ from kimi_hal_conformance.verdict import (
     NOT_RUN,
     PASSED,
     REFUSED,
-    SCHEMA_VERSION,
     Measure,
-    OnTrial,
-    Report,
     Verdict,
-    read,
 )
 
 
@@ -38,27 +36,6 @@ def verdict(status: str, case: str = "kda_gate/tp8/rows1", **fields: Any) -> Ver
     }
     problems = () if status == PASSED else ("some reason",)
     return Verdict(**{**given, "problems": problems, **fields})
-
-
-def report(*verdicts: Verdict, **fields: Any) -> Report:
-    given: dict[str, Any] = {
-        "schema_version": SCHEMA_VERSION,
-        "suite_version": "0.1.0",
-        "backend": "acme",
-        "execution": "native",
-        "profile": "quick",
-        "seed": 0,
-        "versions": {"acme": "1.0", "torch": "2.13.0"},
-        "devices": ("The acme one",),
-        "implementations": (
-            OnTrial(operator="kda_gate", implementation="acme.fast", version="1.0", source_hash="ab"),
-        ),
-        "not_implemented": (),
-        "started": "2026-11-29T12:00:00+00:00",
-        "seconds": 12.0,
-        "verdicts": verdicts,
-    }
-    return Report(**{**given, **fields})
 
 
 MEASURES = (
@@ -118,15 +95,15 @@ def test_a_report_comes_back_from_json_as_it_was(tmp_path: Path) -> None:
 def test_json_is_for_any_reader(tmp_path: Path) -> None:
     output.write_json(FULL, tmp_path / "report.json")
     data = json.loads((tmp_path / "report.json").read_text())
-    assert data["schema_version"] == 2
-    assert [v["status"] for v in data["verdicts"]] == [PASSED, FAILED, CRASHED, HUNG, REFUSED, NOT_RUN]
-    assert data["verdicts"][1]["measures"][1]["norm"] is None
-    assert data["verdicts"][2]["fault"] == 13
+    assert data["schema"] == 3
+    assert [v["status"] for v in data["cases"]] == [PASSED, FAILED, CRASHED, HUNG, REFUSED, NOT_RUN]
+    assert data["cases"][1]["measures"][1]["norm"] is None
+    assert data["cases"][2]["fault"] == 13
 
 
 def test_a_report_of_another_schema_version_is_refused_by_a_sentence() -> None:
-    newer = msgspec.json.encode(msgspec.structs.replace(FULL, schema_version=7))
-    with pytest.raises(ValueError, match=r"^this report has schema version 7, this suite reads 2;") as error:
+    newer = msgspec.json.encode(msgspec.structs.replace(FULL, schema=7))
+    with pytest.raises(ValueError, match=r"^this report has schema version 7, this suite reads 3;") as error:
         read(newer)
     assert str(error.value).endswith("read it with the suite that wrote it, or run the backend again")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,7 +16,8 @@ from kimi_hal.errors import KimiHalError
 from kimi_hal_conformance import resume, suite
 from kimi_hal_conformance.cli import cli
 from kimi_hal_conformance.report import write_json
-from kimi_hal_conformance.verdict import FAILED, PASSED, Report
+from kimi_hal_conformance.schema import Report
+from kimi_hal_conformance.verdict import FAILED, PASSED
 
 CASES = ("kda_gate/tp8/rows0", "kda_gate/tp8/rows1")
 KERNELS = """
@@ -54,6 +56,13 @@ def again(earlier: Report, only: tuple[str, ...] = CASES, seed: int = 0) -> tupl
     return found, tried
 
 
+def elsewhere(earlier: Report, **fields: Any) -> Report:
+    """Return the report as if it had been made in another environment."""
+    return msgspec.structs.replace(
+        earlier, environment=msgspec.structs.replace(earlier.environment, **fields)
+    )
+
+
 def test_what_passed_is_kept_and_what_failed_is_tried_again(first: Report) -> None:
     found, tried = again(first)
     assert tried == ["again.wrong kda_gate/tp8/rows1"]  # without rows nothing can be wrong
@@ -63,8 +72,8 @@ def test_what_passed_is_kept_and_what_failed_is_tried_again(first: Report) -> No
         (CASES[0], PASSED, True),
         (CASES[1], FAILED, False),
     ]
-    assert found.resumed == first.started
-    assert found.versions == first.versions
+    assert found.environment.resumed == first.environment.started
+    assert found.environment.versions == first.environment.versions
 
 
 def test_a_case_that_the_earlier_run_lacks_is_tried(first: Report) -> None:
@@ -83,17 +92,18 @@ def test_an_implementation_whose_sources_changed_is_tried_again(first: Report) -
 
 
 def test_fewer_repeats_than_this_run_makes_prove_nothing_for_it(first: Report) -> None:
-    _, tried = again(msgspec.structs.replace(first, repeats=0))
+    _, tried = again(elsewhere(first, repeats=0))
     assert len(tried) == 4
 
 
 def test_other_conditions_are_refused_and_all_named(first: Report) -> None:
-    other = msgspec.structs.replace(first, versions={**first.versions, "torch": "2.0.0"}, profile="quick")
+    versions = {**first.environment.versions, "torch": "2.0.0"}
+    other = elsewhere(first, versions=versions, profile="quick")
     with pytest.raises(KimiHalError) as error:
         again(other, seed=3)
-    torch = first.versions["torch"].partition("+")[0]
+    torch = first.environment.versions["torch"].partition("+")[0]
     assert str(error.value).startswith(
-        f"cannot resume the run of {first.started}: its profile is 'quick', this run's 'cases'; "
+        f"cannot resume the run of {first.environment.started}: its profile is 'quick', this run's 'cases'; "
         f"its seed is 0, this run's 3; its torch is version 2.0.0, here it is {torch}"
     )
     assert str(error.value).endswith(". Run without --resume")
@@ -103,8 +113,8 @@ def test_other_conditions_are_refused_and_all_named(first: Report) -> None:
     ("content", "message"),
     [
         (None, "cannot read FILE: No such file or directory"),
-        ("{}", "FILE: this is no report: it has no schema_version"),
-        ('{"schema_version": 2}', "FILE: Object missing required field `suite_version`"),
+        ("{}", "FILE: this is no report: it has no schema"),
+        ('{"schema": 3}', "FILE: Object missing required field `suite_version`"),
     ],
 )
 def test_a_file_that_is_no_report_gets_a_sentence(tmp_path: Path, content: str | None, message: str) -> None:
@@ -122,4 +132,4 @@ def test_the_command_line_goes_on_and_says_how_much_was_kept(first: Report, tmp_
     cases = [word for case in CASES for word in ("--case", case)]
     result = CliRunner().invoke(cli, ["run", "--backend", "again", *cases, "--resume", str(path)])
     assert result.exit_code == 1, result.output
-    assert f"kept from the run of {first.started}: 3 of 4 verdicts" in result.output
+    assert f"kept from the run of {first.environment.started}: 3 of 4 verdicts" in result.output

@@ -13,7 +13,8 @@ from conformance_runs import once
 from plugin_package import installed, write
 
 from kimi_hal_conformance import lane, suite
-from kimi_hal_conformance.verdict import CRASHED, FAILED, HUNG, NOT_RUN, PASSED, REFUSED, Report, Verdict
+from kimi_hal_conformance.schema import Report
+from kimi_hal_conformance.verdict import CRASHED, FAILED, HUNG, NOT_RUN, PASSED, REFUSED, Verdict
 
 CASE = "merge_attn_states/parts3/heads5/dim130/float32/rows7"
 OTHERS = [
@@ -222,13 +223,13 @@ def test_every_implementation_has_its_verdict(report: Report) -> None:
 
 
 def test_the_report_says_who_was_tested_and_where(report: Report) -> None:
-    assert report.devices == ("The acme one",)
-    assert report.versions["acme"] == "1.0"
-    assert report.versions["acme-driver"] == "5.1"
-    assert {"kimi-hal", "torch", "python"} <= report.versions.keys()
+    assert report.environment.devices == ("The acme one",)
+    assert report.environment.versions["acme"] == "1.0"
+    assert report.environment.versions["acme-driver"] == "5.1"
+    assert {"kimi-hal", "torch", "python"} <= report.environment.versions.keys()
     assert "sparse_mla" in report.not_implemented
     assert "merge_attn_states" not in report.not_implemented
-    assert report.profile == "cases"
+    assert report.environment.profile == "cases"
     assert len(report.implementations) == 24
     assert report.implementations[0].version == "1.0"
     assert len(report.implementations[0].source_hash) == 64

@@ -9,7 +9,8 @@ from conformance_runs import once
 from plugin_package import installed, write
 
 from kimi_hal_conformance import suite
-from kimi_hal_conformance.verdict import FAILED, PASSED, Report, Verdict
+from kimi_hal_conformance.schema import Report
+from kimi_hal_conformance.verdict import FAILED, PASSED, Verdict
 
 CASES = (
     "indexer_topk/ordered-with-scores",

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import conformance_runs
 import msgspec
 import pytest
 from click.testing import CliRunner
@@ -20,6 +21,7 @@ from kimi_hal_conformance import __version__, waivers
 from kimi_hal_conformance import report as output
 from kimi_hal_conformance.cases import load
 from kimi_hal_conformance.cli import cli
+from kimi_hal_conformance.schema import Report, read
 from kimi_hal_conformance.verdict import (
     CRASHED,
     FAILED,
@@ -27,12 +29,9 @@ from kimi_hal_conformance.verdict import (
     NOT_RUN,
     PASSED,
     REFUSED,
-    SCHEMA_VERSION,
     WAIVED,
-    Report,
     Verdict,
     Waiver,
-    read,
 )
 
 CASE = "kda_gate/odd/rows1"
@@ -75,22 +74,7 @@ def apply(given: list[Waiver], *verdicts: Verdict) -> tuple[list[str], list[str]
 
 def report(given: list[Waiver], *verdicts: Verdict) -> Report:
     found, judged = waivers.apply(given, verdicts, suite="0.1.0", today=TODAY)
-    return Report(
-        schema_version=SCHEMA_VERSION,
-        suite_version="0.1.0",
-        backend="acme",
-        execution="native",
-        profile="quick",
-        seed=0,
-        versions={},
-        devices=(),
-        implementations=(),
-        not_implemented=(),
-        started="2026-11-29T12:00:00+00:00",
-        seconds=12.0,
-        verdicts=found,
-        waivers=judged,
-    )
+    return conformance_runs.report(*found, waivers=judged)
 
 
 def text(report: Report) -> list[str]:

@@ -57,7 +57,7 @@ def prove(
     def told(killed: Killed) -> None:
         nonlocal done
         done += 1
-        status.update(f"{done} mutants: {killed.mutant} {'killed' if killed.kills else 'SURVIVED'}")
+        status.update(f"{done} mutants: {killed.name} {'killed' if killed.killed else 'SURVIVED'}")
 
     try:
         with console.status("starting") as status:
@@ -83,8 +83,8 @@ def print_proof(proof: Proof, console: Console) -> None:
 
 def lines(found: Killed, every: bool) -> Iterator[str]:
     """Yield a mutant's lines."""
-    yield f"{found.mutant}: {found.breaks}"
-    if not found.kills:
+    yield f"{found.name}: {found.breaks}"
+    if not found.killed:
         yield f"    SURVIVED {found.tried} tests"
         return
     first = found.kills[0]
