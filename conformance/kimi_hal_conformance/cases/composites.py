@@ -8,7 +8,7 @@ are drawn again, so that every right kernel selects alike.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -106,20 +106,29 @@ def layout(g: torch.Generator, lengths: Sequence[int], page: int) -> tuple[Tenso
 def dsa_spec(world: int, interleave: int = 1, replicated: bool = False, **deployment: Any) -> DSASpec:
     """Return rank 0's Spec of the small model over ``world`` ranks."""
     dcp = DCP(world=world, interleave=interleave, index="replicated" if replicated else "sharded")
-    found = Deployment(tp=2 * world, dcp=dcp, page=32, model=SMALL, **deployment).specs()["dsa_decode"]
+    model = dataclasses.replace(SMALL, moe_intermediate=64 * world)  # whole groups at any world
+    found = Deployment(tp=2 * world, dcp=dcp, page=32, model=model, **deployment).specs()["dsa_decode"]
     assert isinstance(found, DSASpec)
     return found
 
 
-def dsa_operands(spec: DSASpec, lengths: Sequence[int], grouped: bool) -> Make:
-    """Return rows that ask for the whole, a part or nothing of each request; the last row is padding."""
+def dsa_operands(
+    spec: DSASpec,
+    lengths: Sequence[int],
+    grouped: bool,
+    draw: Callable[[torch.Generator], Context] | None = None,
+) -> Make:
+    """Return rows that ask for the whole, a part or nothing of each request; the last row is padding.
+
+    With a ``draw`` of their own the tokens' scores may be equal, never close: nothing is drawn again.
+    """
     asked = [(r, n) for r, length in enumerate(lengths) for n in (length, max(1, length - 9))]
     rows = [*asked, (10**6, 0)]
 
     def make(g: torch.Generator) -> Operands:
-        context = Context.draw(g, lengths)
+        context = draw(g) if draw else Context.draw(g, lengths)
         shared = {"row_req": ints([r for r, _ in rows]), "row_len": ints([n for _, n in rows])}
-        shared |= index_query(g, spec, context, shared)
+        shared |= index_query(g, spec, context, shared, attempts=ATTEMPTS if draw is None else 0)
         q = normal(g, len(rows), spec.attn.num_heads, 576, dtype=BF16, spread=2.0)
         ranks = [rank_operands(g, spec, context, rank, q) | shared for rank in range(spec.dcp.world)]
         return {"ranks": ranks} if grouped else ranks[0]
@@ -145,20 +154,23 @@ def rank_operands(
     return found if scale is None else found | {"k_scale": scale}
 
 
-def index_query(g: torch.Generator, spec: DSASpec, context: Context, rows: Operands) -> dict[str, Tensor]:
+def index_query(
+    g: torch.Generator, spec: DSASpec, context: Context, rows: Operands, attempts: int = ATTEMPTS
+) -> dict[str, Tensor]:
     """Return index queries and weights of all rows, drawn until no row has close scores at its cut."""
     whole = dataclasses.replace(spec.indexer, dcp=DCP(), return_selected=False)
     cache, table = context.index(g, spec, DCP())
     count = rows["row_len"].numel()
     q, w = normal(g, count, whole.num_heads, 128, dtype=BF16), normal(g, count, whole.num_heads)
-    for _ in range(ATTEMPTS):
+    for _ in range(attempts):
         query = quantize_index_query(spec.query, q, w, dtype=F64)
         scores = indexer_logits(whole, *query, cache, table, rows["row_req"], rows["row_len"], dtype=F64)
         again = close_cut(scores, whole.topk)
         if not again.any():
             return {"index_q": q, "index_w": w}
         q[again] = normal(g, int(again.sum()), whole.num_heads, 128, dtype=BF16)
-    raise AssertionError("index scores stay close at the cut")
+    assert not attempts, "index scores stay close at the cut"
+    return {"index_q": q, "index_w": w}
 
 
 def dsa_cases() -> Iterator[Case]:

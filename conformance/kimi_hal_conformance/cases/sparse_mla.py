@@ -120,7 +120,7 @@ def _hostile(indices: Tensor, beyond: int) -> Tensor:
         indices[2, 3] = indices[2, 2]
         indices[2, 1] = 2**31 - 1
         indices[2, 4] = -(2**31)
-    if rows > 3:
+    if rows > 3 and keys:
         indices[3, -1] = beyond
     return indices
 
