@@ -1,4 +1,4 @@
-"""The suite as a pytest plugin: ``pytest --pyargs kimi_hal_conformance --kimi-hal-backend NAME``.
+"""The suite as a pytest plugin: ``pytest --pyargs kimi_hal_conformance --kimi-backend NAME``.
 
 Without that option it adds its options and nothing else: neither torch nor the suite is imported.
 """
@@ -14,29 +14,29 @@ if TYPE_CHECKING:
 
 #: Under which name pytest keeps the session of the suite.
 NAME = "kimi-hal-session"
-MISSING = "say which backend is to be tried: --kimi-hal-backend NAME (an installed plugin, or reference)"
+MISSING = "say which backend is to be tried: --kimi-backend NAME (an installed plugin, or reference)"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options, of the same names and meanings as those of ``kimi-hal conformance run``."""
     group = parser.getgroup("kimi-hal", "kimi-hal conformance")
-    group.addoption("--kimi-hal-backend", metavar="NAME", help="an installed backend, or reference")
+    group.addoption("--kimi-backend", metavar="NAME", help="an installed backend, or reference")
     group.addoption(
-        "--kimi-hal-execution",
+        "--kimi-execution",
         metavar="HOW",
         default="native",
         help="native (default), portable or interpreted",
     )
     group.addoption(
-        "--kimi-hal-profile", metavar="NAME", default="", help="interp, quick (default) or standard"
+        "--kimi-profile", metavar="NAME", default="", help="interp, quick (default), standard or full"
     )
-    group.addoption("--kimi-hal-case", metavar="ID", action="append", default=[], help="may be repeated")
-    group.addoption("--kimi-hal-implementation", metavar="NAME", default="", help="this one alone")
+    group.addoption("--kimi-case", metavar="ID", action="append", default=[], help="may be repeated")
+    group.addoption("--kimi-implementation", metavar="NAME", default="", help="this one alone")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Start a session of the suite if a backend is named."""
-    if config.getoption("--kimi-hal-backend"):
+    if config.getoption("--kimi-backend"):
         from kimi_hal_conformance.sessions import Session
 
         config.pluginmanager.register(Session(config), NAME)

@@ -195,7 +195,7 @@ def _request(config: pytest.Config) -> suite.Request:
     """
 
     def given(option: str) -> str:
-        return str(config.getoption(f"--kimi-hal-{option}"))
+        return str(config.getoption(f"--kimi-{option}"))
 
     known = {"execution": EXECUTIONS, "profile": ("", *PROFILES)}
     for option, names in known.items():
@@ -205,6 +205,6 @@ def _request(config: pytest.Config) -> suite.Request:
         given("backend"),
         given("execution"),
         given("profile"),
-        tuple(config.getoption("--kimi-hal-case")),
+        tuple(config.getoption("--kimi-case")),
         given("implementation"),
     )

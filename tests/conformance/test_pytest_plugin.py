@@ -61,7 +61,7 @@ def test_without_a_backend_neither_torch_nor_the_suite_is_imported() -> None:
 
 def test_the_reference_passes_what_is_selected_and_says_what_is_left_out(tmp_path: Path) -> None:
     selected = "(merge_attn_states and parts1 and float32) or tp1/top2048"
-    done, junit = pytest_run(tmp_path, "--kimi-hal-backend", "reference", "-rs", "-k", selected)
+    done, junit = pytest_run(tmp_path, "--kimi-backend", "reference", "-rs", "-k", selected)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "kimi-hal: backend reference, native, profile quick" in done.stdout
     assert "too long for the quick profile; the standard profile has it" in done.stdout
@@ -78,7 +78,7 @@ def test_the_reference_passes_what_is_selected_and_says_what_is_left_out(tmp_pat
 def test_a_failure_says_its_problems_and_its_replay(tmp_path: Path) -> None:
     write(tmp_path, "gates", BOTH, KERNELS)
     with installed(tmp_path):
-        done, junit = pytest_run(tmp_path, "--kimi-hal-backend", "gates", "--kimi-hal-case", CASE)
+        done, junit = pytest_run(tmp_path, "--kimi-backend", "gates", "--kimi-case", CASE)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "1 failed, 1 passed" in done.stdout
     (failure,) = ET.parse(junit).getroot().iter("failure")
@@ -92,11 +92,11 @@ def test_a_failure_says_its_problems_and_its_replay(tmp_path: Path) -> None:
 def test_a_call_without_a_backend_says_what_to_type(tmp_path: Path) -> None:
     done, _ = pytest_run(tmp_path)
     assert done.returncode == pytest.ExitCode.INTERRUPTED
-    assert "say which backend is to be tried: --kimi-hal-backend NAME" in done.stdout
+    assert "say which backend is to be tried: --kimi-backend NAME" in done.stdout
 
 
 def test_a_device_that_is_absent_is_not_green(tmp_path: Path) -> None:
-    done, _ = pytest_run(tmp_path, "--kimi-hal-backend", "ppu", "-rs")
+    done, _ = pytest_run(tmp_path, "--kimi-backend", "ppu", "-rs")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "no device: " in done.stdout
     assert "kimi-hal: nothing passed, so nothing is proven" in done.stdout

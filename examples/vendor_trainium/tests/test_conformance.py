@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +29,12 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_no_claim_is_broken(report: dict[str, Any]) -> None:
-    broken = [v for v in report["verdicts"] if v["status"] in ("failed", "crashed", "hung")]
-    lines = [f"{v['case']}: {'; '.join(v['problems'])}\n  {v['replay']}" for v in broken]
+    broken = [failure for tested in report["implementations"] for failure in tested["failures"]]
+    lines = [f"{f['case']}: {'; '.join(f['problems'])}\n  {f['replay']}" for f in broken]
     assert not broken, "\n".join(lines)
 
 
 @pytest.mark.parametrize("operator", sorted({i.operator for i in IMPLEMENTATIONS}))
 def test_every_operator_is_tried(report: dict[str, Any], operator: str) -> None:
-    statuses = Counter(v["status"] for v in report["verdicts"] if v["operator"] == operator)
-    assert statuses["passed"] > 0, dict(statuses)
+    mine = [tested for tested in report["implementations"] if tested["operator"] == operator]
+    assert sum(tested["passed"] for tested in mine) > 0, mine
