@@ -21,8 +21,10 @@ def require(op: Operator, spec: Spec, group: Group | None) -> None:
         PlanError: an operator that communicates has no group; or the group has another size, or is on
             another rank, than the Spec says.
     """
-    world = max([dcp.world for dcp in dcps(spec)] + [getattr(spec, "tp", 1)])
     if group is None:
+        world = spec.meets()
+        if world is None:
+            world = max([dcp.world for dcp in dcps(spec)] + [getattr(spec, "tp", 1)])
         if op.grouped and world > 1:
             raise PlanError(
                 f"{op.name} over {world} ranks needs a group: "

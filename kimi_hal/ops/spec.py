@@ -274,3 +274,7 @@ class Spec(Record):
     def dims(self) -> dict[str, int]:
         """Return the dimension letters of the operator's shapes that this Spec fixes."""
         return {}
+
+    def meets(self) -> int | None:
+        """Return how many ranks meet at a call of a grouped operator; ``None``: all that the Spec names."""
+        return None

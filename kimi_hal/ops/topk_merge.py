@@ -87,6 +87,10 @@ class TopKMergeSpec(Spec):
         """Return k = topk and the width of the global positions."""
         return {"k": self.topk, "global": self.topk if self.return_global else 0}
 
+    def meets(self) -> int:
+        """Return how many ranks exchange candidates: with all index keys on every rank none has anything to send."""
+        return ownership.of_keys(self.dcp).world
+
 
 def _select_presence(spec: TopKSpec) -> dict[str, bool]:
     return {"row_start": spec.has_row_start}

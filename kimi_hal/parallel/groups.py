@@ -48,11 +48,12 @@ class Group(ABC):
         """Return this rank, 0 ≤ rank < W."""
 
     @abstractmethod
-    def all_gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Return ``[W, *x.shape]``: every rank's tensor in rank order, bit for bit.
 
         Args:
             x: any dtype, any strides; same shape and dtype on every rank.
+            out: a contiguous buffer of that shape and dtype, which is filled and returned.
 
         Raises:
             GroupError: on all ranks, if shapes or dtypes differ, a rank fails or does not arrive in time.
@@ -122,11 +123,14 @@ class LoopbackGroup(Group):
         """Return this thread's rank."""
         return self._rank
 
-    def all_gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Return every rank's tensor, ``[W, *x.shape]``."""
         self._count(x.nbytes)
-        parts = self._exchange("all_gather", x)
-        return _from_bytes(torch.stack([_to_bytes(p) for p in parts]), (len(parts), *x.shape), x.dtype)
+        parts = [_to_bytes(part) for part in self._exchange("all_gather", x)]
+        if out is not None:
+            torch.stack(parts, out=_to_bytes(out).view(len(parts), -1))
+            return out
+        return _from_bytes(torch.stack(parts), (len(parts), *x.shape), x.dtype)
 
     def all_to_all(self, x: Tensor) -> Tensor:
         """Return the piece that each rank meant for this one, ``[W, ...]``."""
@@ -188,12 +192,12 @@ class TorchGroup(Group):
         """Return this process's rank in the group."""
         return int(self._dist.get_rank(self._pg))
 
-    def all_gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Return every rank's tensor, ``[W, *x.shape]``."""
         self._meet("all_gather", x)
-        out = self._gather_bytes("all_gather", _to_bytes(x))
+        got = self._gather_bytes("all_gather", _to_bytes(x), out)
         self.bytes_sent += x.nbytes if self.size() > 1 else 0
-        return _from_bytes(out, (self.size(), *x.shape), x.dtype)
+        return _from_bytes(got, (self.size(), *x.shape), x.dtype) if out is None else out
 
     def all_to_all(self, x: Tensor) -> Tensor:
         """Return the piece that each rank meant for this one, ``[W, ...]``."""
@@ -228,8 +232,8 @@ class TorchGroup(Group):
         if problem:
             raise GroupError(problem)
 
-    def _gather_bytes(self, call: str, data: Tensor) -> Tensor:
-        out = data.new_empty((self.size(), *data.shape))
+    def _gather_bytes(self, call: str, data: Tensor, buffer: Tensor | None = None) -> Tensor:
+        out = data.new_empty((self.size(), *data.shape)) if buffer is None else _to_bytes(buffer)
         gather = self._dist.all_gather_into_tensor
         self._wait(call, partial(gather, out.view(-1), data, group=self._pg, async_op=True), data.device)
         return out

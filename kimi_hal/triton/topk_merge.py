@@ -1,4 +1,4 @@
-"""Portable Triton kernels of the topk_merge family: ``topk_select``."""
+"""Portable Triton kernels of the topk_merge family: ``topk_select`` and ``topk_merge``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from kimi_hal.ops.indexer import IndexerTopKSpec
 from kimi_hal.ops.operator import torch_dtype
 from kimi_hal.ops.topk_merge import TopKSpec
 from kimi_hal.triton import selection, shards, sizes
+from kimi_hal.triton.protocols import Merger, Operands, Results
 
 #: Columns of a row that one program selects from at once, at most: what its registers hold.
 SHORT = 32768
@@ -261,5 +262,43 @@ def build_topk_select(ctx: BuildContext) -> Callable[..., Any]:
                 workspace = scores.new_empty((needed,), dtype=torch.uint8)
             select(scores, row_len, row_start, out, scores_out, workspace[:needed].view(torch.int32))
         return out, scores_out
+
+    return run
+
+
+def build_topk_merge(ctx: BuildContext) -> Callable[..., Any]:
+    """Make the run function of ``topk_merge``: kernels between the messages of the group."""
+    spec, check = ctx.spec, ctx.check
+    merge, shown = Merger(spec, ctx.group), spec.dims()["global"]
+
+    def run(
+        scores: Any,
+        indices: Any,
+        row_len: Any,
+        *,
+        local_out: Any = None,
+        len_out: Any = None,
+        global_out: Any = None,
+        workspace: Any = None,
+    ) -> Any:
+        check(
+            scores=scores,
+            indices=indices,
+            row_len=row_len,
+            local_out=local_out,
+            len_out=len_out,
+            global_out=global_out,
+            workspace=workspace,
+        )
+        rows = indices.shape[0]
+        if local_out is None:
+            local_out = indices.new_empty((rows, spec.topk))
+        if len_out is None:
+            len_out = indices.new_empty((rows,))
+        if global_out is None:
+            global_out = indices.new_empty((rows, shown))
+        if rows:
+            merge(Operands(scores, indices, row_len), Results(local_out, len_out, global_out))
+        return local_out, len_out, global_out
 
     return run

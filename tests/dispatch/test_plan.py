@@ -10,6 +10,7 @@ import time
 import fake_kernels
 import pytest
 import torch
+from composite_cases import DSACase
 from fake_kernels import kernel
 
 import kimi_hal as hal
@@ -31,6 +32,7 @@ from kimi_hal.ops import OPERATORS
 from kimi_hal.ops.all_gather import GatherSpec
 from kimi_hal.ops.sparse_mla import MergeSpec, SparseMLASpec, StoreLatentSpec
 from kimi_hal.ops.spec import DCP
+from kimi_hal.ops.topk_merge import TopKMergeSpec
 from kimi_hal.parallel.groups import LoopbackGroup
 from kimi_hal.reference import sizes
 
@@ -397,6 +399,35 @@ def test_an_operator_that_communicates_needs_its_group(plugins):
         "all_gather over 2 ranks needs a group: hal.plan('all_gather', …, "
         "group=hal.parallel.TorchGroup(process_group))"
     )
+
+
+def test_only_what_meets_others_needs_a_group(plugins):
+    replicated, sharded = (DCP(world=2, rank=1, index=how) for how in ("replicated", "sharded"))
+    merge = hal.plan("topk_merge", TopKMergeSpec(dcp=replicated, topk=4), device="cpu")
+    scores, index = torch.zeros(1, 4), torch.tensor([[0, 1, 2, 3]], dtype=torch.int32)
+    local, count, _ = merge.run(scores, index, torch.tensor([4], dtype=torch.int32))
+    assert (local.tolist(), count.tolist()) == ([[0, 1, -1, -1]], [2])
+    with pytest.raises(PlanError, match=r"^topk_merge over 2 ranks needs a group: hal.plan\('topk_merge'"):
+        hal.plan("topk_merge", TopKMergeSpec(dcp=sharded, topk=4), device="cpu")
+    spec = GatherSpec(layout="rank_major", dtype="float32", dcp=replicated)
+    with pytest.raises(PlanError, match=r"^all_gather over 2 ranks needs a group: "):
+        hal.plan("all_gather", spec, device="cpu")
+
+
+def test_a_group_that_is_not_needed_is_still_compared(plugins):
+    def rank(group):
+        spec = TopKMergeSpec(dcp=DCP(world=4, index="replicated"), topk=4)
+        with pytest.raises(PlanError) as caught:
+            hal.plan("topk_merge", spec, device="cpu", group=group)
+        return str(caught.value)
+
+    assert LoopbackGroup.run(2, rank)[1] == "topk_merge: dcp says rank 0 of 4, the group is rank 1 of 2"
+
+
+def test_a_layer_over_replicated_index_keys_gathers_heads_and_needs_its_group(plugins):
+    spec = DSACase().spec(DCP(world=2, index="replicated"))
+    with pytest.raises(PlanError, match=r"^dsa_decode over 2 ranks needs a group: "):
+        hal.plan("dsa_decode", spec, LIMITS, device="cpu")
 
 
 def test_another_group_than_the_specs_is_refused(plugins):
