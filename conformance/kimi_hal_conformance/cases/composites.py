@@ -192,7 +192,8 @@ def dsa_cases() -> Iterator[Case]:
     }
     for label, spec in two.items():
         make = dsa_operands(spec, lengths, True)
-        yield Case(f"dsa_decode/two-ranks/{label}", "dsa_decode", spec, LIMITS, make, ranks=2)
+        since = INTERP if label in ("full", "scores-only") else QUICK
+        yield Case(f"dsa_decode/two-ranks/{label}", "dsa_decode", spec, LIMITS, make, since=since, ranks=2)
 
 
 def merging(spec: DSASpec, **fields: Any) -> DSASpec:

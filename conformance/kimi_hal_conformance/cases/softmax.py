@@ -290,7 +290,8 @@ def dsa_cases() -> Iterator[Case]:
 def compose(label: str, spec: DSASpec, make: Make, fault: int, ranks: int = 0) -> Case:
     """Return a case of ``dsa_decode``."""
     name = f"dsa_decode/edges/{label}"
-    return Case(name, "dsa_decode", spec, COMPOSED, make, since=INTERP, fault=fault, ranks=ranks)
+    since = QUICK if ranks > 2 else INTERP
+    return Case(name, "dsa_decode", spec, COMPOSED, make, since=since, fault=fault, ranks=ranks)
 
 
 WHY = {

@@ -10,7 +10,7 @@ from torch import Tensor
 from kimi_hal.ops.spec import DCP, Limits
 from kimi_hal.ops.topk_merge import TopKMergeSpec
 from kimi_hal.parallel import ownership
-from kimi_hal_conformance.case import INTERP, Case, Make, Operands, add
+from kimi_hal_conformance.case import INTERP, QUICK, Case, Make, Operands, add
 from kimi_hal_conformance.draws import ints
 
 LIMITS = Limits(max_rows=16, max_reqs=16, max_context=1 << 26)
@@ -129,7 +129,7 @@ def case(label: str, spec: TopKMergeSpec, make: Make, fault: int) -> Case:
         spec,
         LIMITS,
         make,
-        since=INTERP,
+        since=INTERP if spec.dcp.world == 2 else QUICK,
         fault=fault,
         ranks=spec.dcp.world,
     )
