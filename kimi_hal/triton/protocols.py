@@ -25,6 +25,9 @@ SHORT = 16384
 BLOCK = 4096
 #: Candidates whose places one program counts, and with how many others it compares them at once.
 PLACED, STEP = 128, 64
+#: The constants of kernels that do not look at owners: one kernel serves all ranks.
+NOBODY = {"WORLD": 1, "RANK": 0, "INTERLEAVE": 1}
+NOWHERE = {"WORLD": 1, "INTERLEAVE": 1}
 #: The longest lists that are ordered by counting; longer ones are sorted.
 COUNTED = 4096
 
@@ -295,7 +298,7 @@ class Merger:
             KEYS=keys is not None,
             OWNED=owned,
             NARROW=planes.narrow,
-            **self.owner,
+            **(self.owner if owned else NOBODY),
             BLOCK=block,
         )
         return Listed(listed, number)
@@ -315,7 +318,7 @@ class Merger:
             out.shape[1],
             SORTED=k > COUNTED,
             LOCAL=local,
-            **self.home,
+            **(self.home if local else NOWHERE),
             BLOCK=PLACED,
             STEP=STEP,
         )
