@@ -16,8 +16,8 @@ from kimi_hal_conformance import case as cases
 from kimi_hal_conformance.cases import load
 from kimi_hal_conformance.cases.composites import dsa_spec
 from kimi_hal_conformance.draws import close_cut, near_ties
-from kimi_hal_conformance.execute import at_rank
 from kimi_hal_conformance.poison import same_bits
+from kimi_hal_conformance.ranks import at_rank
 from kimi_hal_conformance.suite import operators_without_cases
 
 load()
@@ -101,12 +101,10 @@ def test_an_unknown_case_names_the_nearest() -> None:
 
 @pytest.mark.parametrize("operator", sorted(ops.OPERATORS))
 def test_operands_are_the_same_for_the_same_seed_alone(operator: str) -> None:
-    # the last case of an operator has rows; 'no rows' cases come first
+    mine = [c for c in reversed(EVERY) if c.operator == operator and c.since == cases.INTERP]
     case = next(
-        c
-        for c in reversed(EVERY)
-        if c.operator == operator and c.since == cases.INTERP and drawn(c)[0].numel()
-    )
+        c for c in mine if "/edges/" not in c.id and drawn(c)[0].numel()
+    )  # edges may be fixed numbers
     first, again, other = drawn(case, 3), drawn(case, 3), drawn(case, 4)
     assert all(same_bits(a, b) for a, b in zip(first, again, strict=True))
     assert not all(same_bits(a, b) for a, b in zip(first, other, strict=True))

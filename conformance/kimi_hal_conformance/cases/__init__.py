@@ -10,7 +10,7 @@ import importlib
 FAMILIES = ("indexer", "topk_merge", "sparse_mla", "kda", "moe", "all_gather", "composites")
 
 #: What all operators have cases of.
-THROUGHOUT = ("cache_bytes", "orders", "softmax", "recurrence", "mixture", "offsets")
+THROUGHOUT = ("model_shapes", "cache_bytes", "orders", "softmax", "recurrence", "mixture", "offsets")
 
 
 def load() -> None:

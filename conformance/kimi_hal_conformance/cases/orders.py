@@ -117,8 +117,8 @@ def selections() -> Iterator[Case]:
     around = selects(wide, lambda g: normal(g, 6, 2049), (0, 1, 2047, 2048, 2049, -1))
     yield select("lengths-around-2048", wide, around, 7, QUICK)
     window = TopKSpec(topk=4, has_row_start=True)
-    rows = selects(window, lambda g: normal(g, 5, 10), (9, -1, 3, 4, 2**31 - 1), (7, 0, -5, 10, 2))
-    yield select("window-7-of-10", window, rows, 7)
+    windows = selects(window, lambda g: normal(g, 5, 10), (9, -1, 3, 4, 2**31 - 1), (7, 0, -5, 10, 2))
+    yield select("window-7-of-10", window, windows, 7)
     few = TopKSpec(topk=4, return_selected=True)
     yield select("nan-of-both-signs", few, selects(few, nan_of_both_signs, [16] * 7), 19)
     zeros = TopKSpec(topk=32, return_selected=True)
@@ -194,7 +194,7 @@ def merge_spec(world: int, protocol: str, topk: int, interleave: int = 1) -> Top
 def merge(label: str, spec: TopKMergeSpec, make: Make, fault: int, since: str = INTERP) -> Case:
     """Return a case of ``topk_merge``."""
     ranks = spec.dcp.world
-    since = QUICK if since == INTERP and ranks > 4 else since
+    since = QUICK if since == INTERP and ranks > 2 else since
     name = f"topk_merge/edges/{label}"
     return Case(name, "topk_merge", spec, LIMITS, make, since=since, fault=fault, ranks=ranks)
 
