@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 import traceback
 from collections.abc import Sequence
-from typing import Any
-
-import torch
 
 from kimi_hal import ops
 from kimi_hal.errors import SelectionError
-from kimi_hal.ops.spec import DCP, Record
-from kimi_hal.parallel.groups import LoopbackGroup
 from kimi_hal_conformance.calls import Called, Subject
 from kimi_hal_conformance.case import Case, generator
-from kimi_hal_conformance.judges import judge
-from kimi_hal_conformance.levels import REPRODUCIBLE, of
-from kimi_hal_conformance.oracle import Question, answer
-from kimi_hal_conformance.promises import Kept, kept
-from kimi_hal_conformance.roundings import inner
+from kimi_hal_conformance.judging import judged
+from kimi_hal_conformance.levels import of
+from kimi_hal_conformance.oracle import Question
+from kimi_hal_conformance.promises import NONE, Effort, Kept, kept
+from kimi_hal_conformance.ranks import on_ranks, questions
 from kimi_hal_conformance.scripts import call
 from kimi_hal_conformance.sparse import CannotTryError
-from kimi_hal_conformance.trial import Trial
 from kimi_hal_conformance.verdict import FAILED, NOT_RUN, PASSED, REFUSED, Measure, Verdict
 
-#: Seconds that a rank of a loopback group may keep the others waiting; a case has a limit of its own.
-RANK_TIMEOUT = 600.0
 
-
-def run_case(case: Case, subject: Subject, seed: int, repeats: int = 0) -> Verdict:
+def run_case(case: Case, subject: Subject, seed: int, effort: Effort = NONE) -> Verdict:
     """Plan, run between canaries, then ask the oracle; return the verdict. Exceptions become verdicts.
 
-    What is right is called ``repeats`` times more where determinism is declared: ``promises.py``.
+    Of what is right more is tried: ``promises.py``.
     """
     start = time.perf_counter()
     measures: Sequence[Measure] = ()
@@ -41,9 +31,9 @@ def run_case(case: Case, subject: Subject, seed: int, repeats: int = 0) -> Verdi
     try:
         problems, measures = try_case(case, subject, seed)
         if not problems:
-            promises = kept(case, subject, seed, repeats)
+            promises = kept(case, subject, seed, effort)
             problems = list(promises.problems)
-            level = REPRODUCIBLE if problems else level
+            level = promises.level or level
         status = FAILED if problems else PASSED
     except KeyboardInterrupt:
         raise
@@ -67,6 +57,7 @@ def run_case(case: Case, subject: Subject, seed: int, repeats: int = 0) -> Verdi
         output=output,
         level=level,
         promises=promises.tried,
+        untried=dict(promises.untried),
     )
 
 
@@ -102,48 +93,14 @@ def try_case(case: Case, subject: Subject, seed: int) -> tuple[list[str], list[M
     if not case.ranks:
         question = Question(op, case.spec, case.limits, operands, sparse=case.sparse)
         return judged(question, called(question, subject))
-    specs = case.rank_specs or [at_rank(case.spec, rank) for rank in range(case.ranks)]
-    given = operands["ranks"]
-    questions = [Question(op, spec, case.limits, own) for spec, own in zip(specs, given, strict=True)]
-    calls = _on_ranks(questions, lambda q: called(q, subject))
-    found = _on_ranks(questions, lambda q: judged(q, calls[q.group.rank()]))
+    asked = questions(case, operands)
+    calls = on_ranks(asked, lambda q: called(q, subject))
+    found = on_ranks(asked, lambda q: judged(q, calls[q.group.rank()]))
     problems = [f"rank {rank}: {p}" for rank, (problems, _) in enumerate(found) for p in problems]
     return problems, [measure for _, measures in found for measure in measures]
-
-
-def _on_ranks(questions: Sequence[Question], fn: Any) -> list[Any]:
-    def one(group: LoopbackGroup) -> Any:
-        return fn(dataclasses.replace(questions[group.rank()], group=group))
-
-    return LoopbackGroup.run(len(questions), one, timeout=RANK_TIMEOUT)
-
-
-def at_rank(spec: Any, rank: int) -> Any:
-    """Return a Spec with the rank in every DCP inside it."""
-    if isinstance(spec, DCP):
-        return dataclasses.replace(spec, rank=rank)
-    inside = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}
-    changed = {name: at_rank(value, rank) for name, value in inside.items() if isinstance(value, Record)}
-    return dataclasses.replace(spec, **changed)
 
 
 def called(question: Question, subject: Subject) -> list[Called]:
     """Call into given buffers and, where there are outputs, without."""
     ways = (True, False) if question.op.outs or question.op.listed else (True,)
     return [call(question, subject, given) for given in ways]
-
-
-def judged(question: Question, calls: Sequence[Called]) -> tuple[list[str], list[Measure]]:
-    """Judge each call against the oracle; return all problems, and the measures of the first."""
-    exact, reference = (answer(question, dtype) for dtype in (torch.float64, torch.float32))
-    rounded = inner(question)
-    problems: list[str] = []
-    kept: list[Measure] = []
-    for done in calls:
-        problems += done.problems
-        if done.answer is None:
-            continue
-        measures = list(judge(question.op.name)(Trial(question, done.answer, exact, reference, rounded)))
-        problems += [f"{m.tensor}: {m.problem}" for m in measures if m.problem]
-        kept = kept or measures
-    return list(dict.fromkeys(problems)), kept

@@ -32,9 +32,21 @@ NAMES = {
 }
 #: How a step stands.
 REACHED, STOPPED, UNTESTED = "reached", "failed", "not_tested"
-#: What no case of this suite tries.
-NOT_TRIED = (CAPTURABLE, FAST)
+#: It ran and is right, and is not yet what the level asks: only of level 6, which is no verdict.
+BELOW = "not_reached"
 RAN = (PASSED, WAIVED, *AGAINST)
+#: What a verdict tries beside the values (``promises.py``).
+DETERMINISTIC, BATCH_INVARIANT, CAPTURE = "deterministic", "batch_invariant", "capture"
+#: What level 6 is about, and the fraction of the roofline that it needs: then no kernel is twice as fast.
+SPEED, NEEDED = "speed", 0.5
+#: Which level a promise speaks for; relations that are not here must hold of every kernel and are level 2.
+SPEAKS = {
+    DETERMINISTIC: REPRODUCIBLE,
+    BATCH_INVARIANT: REPRODUCIBLE,
+    "permutation_bits": REPRODUCIBLE,
+    "split_bits": REPRODUCIBLE,
+    CAPTURE: CAPTURABLE,
+}
 
 
 def of(case: Case) -> int:
@@ -56,6 +68,11 @@ def of_id(case_id: str) -> int:
     return of(cases.CASES[case_id]) if case_id in cases.CASES else 0
 
 
+def of_promise(name: str) -> int:
+    """Return the level that a promise speaks for."""
+    return SPEAKS.get(name, ROBUST)
+
+
 def _edge(case: Case) -> bool:
     return "/edges/" in case.id
 
@@ -64,58 +81,76 @@ def standing(operator: str, name: str, verdicts: Sequence[Verdict]) -> Standing:
     """Return where an implementation of an operator stands, by all verdicts on it."""
     steps = tuple(_step(level, operator, verdicts) for level in NAMES)
     reached = len(list(takewhile(lambda s: s.state == REACHED, steps)))
-    stop = steps[reached]  # the last is never reached: nothing tries it
     return Standing(
         name=name,
         operator=operator,
         level=reached,
-        stops=f"level {stop.level}, {stop.name}: {stop.why}",
+        stops=_said(steps[reached]) if reached < len(steps) else "nothing: every level is reached",
         steps=steps,
     )
+
+
+def _said(stop: Step) -> str:
+    return f"level {stop.level}, {stop.name}: {stop.why}"
 
 
 def _step(level: int, operator: str, verdicts: Sequence[Verdict]) -> Step:
     def step(state: str, why: str = "") -> Step:
         return Step(level=level, name=NAMES[level], state=state, why=why)
 
-    if level in NOT_TRIED:
-        return step(UNTESTED, "not tested by this suite version")
-    evidence = list(_evidence(level, verdicts))
-    ran = [v for v in evidence if v.status in RAN]
-    failed = [v for v in ran if v.status != PASSED]
+    if level == FAST:
+        return step(*_speed(verdicts))
+    ran = [(v, spoken(v)[level]) for v in verdicts if level in spoken(v)]
+    failed = [v for v, right in ran if not right]
     if failed:
         waived = " (waived)" if all(v.status == WAIVED for v in failed) else ""
         return step(STOPPED, f"{len(failed)} of {len(ran)} failed{waived}, the first: {failed[0].case}")
     if ran:
         return step(REACHED)
-    return step(UNTESTED, _why_untested(level, operator, evidence, verdicts))
+    return step(UNTESTED, _why_untested(level, operator, verdicts))
 
 
-def _evidence(level: int, verdicts: Sequence[Verdict]) -> Iterator[Verdict]:
-    """Yield the verdicts that speak for a level."""
-    for verdict in verdicts:
-        case = cases.CASES.get(verdict.case)
-        if level == REPRODUCIBLE:
-            speaks = bool(verdict.promises)
-        elif level == DISTRIBUTED:
-            speaks = case is not None and case.ranks > 0
-        else:
-            speaks = case is not None and of(case) == level and verdict.level != REPRODUCIBLE
-        if speaks:
-            yield verdict
+def spoken(verdict: Verdict) -> dict[int, bool]:
+    """Return what a verdict says of which levels: right or not.
+
+    A promise that is broken says nothing against the values, which were right before it was tried.
+    """
+    case, passed = cases.CASES.get(verdict.case), verdict.status == PASSED
+    if verdict.status not in RAN or case is None:
+        return {}
+    said = {of(case): True} | {of_promise(name): True for name in verdict.promises}
+    if not passed:
+        said[verdict.level or of(case)] = False
+    if case.ranks:
+        said[DISTRIBUTED] = passed or said[of(case)]
+    return said
 
 
-def _why_untested(level: int, operator: str, evidence: Sequence[Verdict], verdicts: Sequence[Verdict]) -> str:
+def _speed(verdicts: Sequence[Verdict]) -> tuple[str, str]:
+    """Return how level 6 stands: by the operator's one call that is timed (``speed/shapes.py``)."""
+    found = next((v.speed for v in verdicts if v.speed is not None), None)
+    if found is None:
+        why = next((v.untried[SPEED] for v in verdicts if SPEED in v.untried), "nothing was timed")
+        return UNTESTED, f"not tested: {why}"
+    said = f"{found.fraction:.2f} of the device's measured roofline"
+    return (REACHED, said) if found.fraction >= NEEDED else (BELOW, f"{said}, needs {NEEDED:g}")
+
+
+def _why_untested(level: int, operator: str, verdicts: Sequence[Verdict]) -> str:
+    if level == CAPTURABLE and (
+        why := next((v.untried[CAPTURE] for v in verdicts if CAPTURE in v.untried), "")
+    ):
+        return f"not tested: {why}"
     if level == REPRODUCIBLE and any(v.status in RAN for v in verdicts):
-        return "not tested: nothing was repeated, deterministic is not declared, or the cases have ranks"
-    if any(v.status == REFUSED for v in evidence):
-        return "not tested: every case of it is refused"
-    left_out = next((v for v in (*evidence, *verdicts) if v.status == NOT_RUN), None)
+        return "not tested: nothing was repeated, or deterministic is not declared"
     known = [c for c in cases.CASES.values() if c.operator == operator]
-    exists = any(c.ranks if level == DISTRIBUTED else of(c) == level for c in known)
-    if level != REPRODUCIBLE and not exists:
+    mine = {c.id for c in known if (c.ranks if level == DISTRIBUTED else of(c) == level)}
+    if any(v.status == REFUSED and v.case in mine for v in verdicts):
+        return "not tested: every case of it is refused"
+    if level not in (REPRODUCIBLE, CAPTURABLE) and not mine:
         return f"not tested by this suite version: it has no such case of {operator}"
-    return f"not tested in this run: {left_out.problems[0]}" if left_out else "not tested in this run"
+    missing = sorted((v for v in verdicts if v.status == NOT_RUN), key=lambda v: v.case not in mine)
+    return f"not tested in this run: {missing[0].problems[0]}" if missing else "not tested in this run"
 
 
 def lines(standings: Sequence[Standing]) -> Iterator[str]:

@@ -20,6 +20,8 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         seed: of the operands.
         limit: seconds that a case may take; the process ends itself long after, should nobody else.
         repeats: calls of a case that passed, beside the first, where determinism is declared.
+        relations: of how many of these cases, the first ones to which they apply, relations and capture are tried.
+        untimed: why nothing is timed; empty: a call of the operator is, once a case has passed.
     """
 
     implementation: str
@@ -29,6 +31,8 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     limit: float
     repeats: int = 0
+    relations: int = 0
+    untimed: str = ""
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -1,60 +1,125 @@
-"""Promises in bits: a call that is repeated, and a row that is called alone, where that is declared."""
+"""What is tried of a case whose values are right: declared bits, relations between calls, capture."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
 from kimi_hal import ops
 from kimi_hal.dispatch.contract import Properties
-from kimi_hal_conformance.calls import Subject
+from kimi_hal_conformance import captured
+from kimi_hal_conformance.calls import Called, Subject
+from kimi_hal_conformance.captured import NO_GRAPHS, NoGraphsError, untried
 from kimi_hal_conformance.case import Case, generator
+from kimi_hal_conformance.levels import BATCH_INVARIANT, CAPTURE, DETERMINISTIC, of_promise
 from kimi_hal_conformance.oracle import Answer, Question
 from kimi_hal_conformance.poison import same_bits
+from kimi_hal_conformance.ranks import on_ranks, questions
+from kimi_hal_conformance.relations import PARTLY_UNSPECIFIED, RELATIONS, Ground
 from kimi_hal_conformance.scripts import call
 from kimi_hal_conformance.shrink import BEFORE, pieces
 
-#: Their outputs hold what the contract leaves unspecified beside what it specifies: no row is compared.
-PARTLY_UNSPECIFIED = ("indexer_logits",)
 #: Seconds after which a call is not repeated again, so that a slow one stays far within the limit of a case.
 ENOUGH = 10.0
-DETERMINISTIC, BATCH_INVARIANT = "deterministic", "batch_invariant"
+#: Seconds after which nothing more is begun.
+LONG = 20.0
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is tried of a case that passed.
+
+    Args:
+        repeats: calls beside the first, fewer after ``ENOUGH`` seconds and one at least; 0: no bits are compared.
+        relations: what must hold between calls, and capture.
+    """
+
+    repeats: int = 0
+    relations: bool = False
+
+
+#: Nothing is tried beyond the values.
+NONE = Effort()
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Which promises of a case were tried, and what was wrong."""
+    """Which promises of a case were tried, and what was wrong.
+
+    Args:
+        tried: their names.
+        problems: of the last one tried.
+        level: that one's.
+        untried: promise -> why it was not tried.
+    """
 
     tried: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
+    level: int = 0
+    untried: Mapping[str, str] = field(default_factory=dict)
 
 
-def kept(case: Case, subject: Subject, seed: int, repeats: int) -> Kept:
-    """Call a case again, and its first, middle and last row alone; compare bits with the first call.
+def kept(case: Case, subject: Subject, seed: int, effort: Effort) -> Kept:
+    """Try what an implementation declares and the contract asks beyond the values of one call.
 
-    Cases of ranks are not tried.
+    Bits first: a call is repeated, and its first, middle and last row are called alone. Then relations between
+    calls, and capture. The first that does not hold is the last that is tried. Cases of ranks are repeated alone.
 
     Args:
         case: one that passed.
         subject: who answers.
         seed: of the operands.
-        repeats: calls beside the first, fewer after ``ENOUGH`` seconds and one at least; 0: nothing is tried.
+        effort: how much.
     """
-    if not repeats or case.ranks:
-        return Kept()
-    promised = properties(asked(case, seed), subject)
-    if not promised.deterministic:  # then no row has bits of its own either
-        return Kept()
-    first = _bits(case, subject, seed)
-    tried: tuple[str, ...] = (DETERMINISTIC,)
-    problems = list(_repeated(case, subject, seed, first, repeats))
-    if promised.batch_invariant and not problems and (rows := _rows(case, seed)):
-        tried = (DETERMINISTIC, BATCH_INVARIANT)
-        problems += _alone(case, subject, seed, first, rows)
-    return Kept(tried, tuple(dict.fromkeys(problems)))
+    if case.sparse:  # one call is enough where gigabytes of addresses are behind it
+        effort = replace(effort, relations=False)
+    found, end = Kept(), time.monotonic() + LONG
+    missed: dict[str, str] = {}
+    for name, told in trials(case, subject, seed, effort):
+        if time.monotonic() > end:
+            missed[name] = f"what was tried before it took more than {LONG:g} s"
+            continue
+        try:
+            problems = tuple(dict.fromkeys(told))
+        except NoGraphsError:
+            missed[name] = NO_GRAPHS
+            continue
+        found = Kept((*found.tried, name), problems, of_promise(name) if problems else 0)
+        if problems:
+            break
+    return replace(found, untried=missed | unasked(case, subject, seed, effort))
+
+
+def trials(case: Case, subject: Subject, seed: int, effort: Effort) -> Iterator[tuple[str, Iterable[str]]]:
+    """Yield the name of each promise, and what will yield the problems when it is asked."""
+    promised = properties_of(case, subject, seed) if effort.repeats or effort.relations else Properties()
+    if promised.deterministic and effort.repeats:  # without, no row has bits of its own either
+        first = _bits(case, subject, seed)
+        yield DETERMINISTIC, _repeated(case, subject, seed, first, effort.repeats)
+        if promised.batch_invariant and not case.ranks and (rows := _rows(case, seed)):
+            yield BATCH_INVARIANT, _alone(case, subject, seed, first, rows)
+    if not effort.relations or case.ranks or ops.get(case.operator).listed:
+        return
+    ground = Ground(case, subject, seed, promised)
+    for relation in RELATIONS:
+        if relation.applies(ground):
+            yield relation.called(ground), relation.problems(ground)
+    if not untried(ground):
+        yield CAPTURE, captured.problems(ground)
+
+
+def unasked(case: Case, subject: Subject, seed: int, effort: Effort) -> dict[str, str]:
+    """Return why capture was not asked for."""
+    op = ops.get(case.operator)
+    if not effort.relations or op.listed:
+        return {}
+    if case.ranks:
+        return {CAPTURE: "ranks of a loopback group meet on the host, which no graph holds"}
+    reason = untried(Ground(case, subject, seed, properties(asked(case, seed), subject)))
+    return {CAPTURE: reason} if reason else {}
 
 
 def asked(case: Case, seed: int) -> Question:
@@ -70,9 +135,23 @@ def properties(question: Question, subject: Subject) -> Properties:
     return subject.plan(name, question, pair=pair).properties
 
 
+def properties_of(case: Case, subject: Subject, seed: int) -> Properties:
+    """Return what an implementation promises for a case, whose ranks promise alike."""
+    if not case.ranks:
+        return properties(asked(case, seed), subject)
+    return on_ranks(questions(case, case.make(generator(case, seed))), lambda q: properties(q, subject))[0]
+
+
 def _bits(case: Case, subject: Subject, seed: int) -> dict[str, Tensor]:
-    """Return all that a call gives or changes, by name."""
-    done = call(asked(case, seed), subject, given=True)
+    """Return all that a call gives or changes, by name, of each rank where there are several."""
+    if not case.ranks:
+        return _of(call(asked(case, seed), subject, given=True))
+    every = questions(case, case.make(generator(case, seed)))
+    calls = on_ranks(every, lambda q: call(q, subject, given=True))
+    return {f"{name} of rank {r}": out for r, done in enumerate(calls) for name, out in _of(done).items()}
+
+
+def _of(done: Called) -> dict[str, Tensor]:
     found = done.answer or Answer({}, {})
     return {**found.outputs, **found.mutated}
 

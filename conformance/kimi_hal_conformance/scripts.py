@@ -10,10 +10,10 @@ from torch import Tensor
 
 from kimi_hal.dispatch import policy
 from kimi_hal.dispatch.plan import Plan
+from kimi_hal_conformance.arranged import OF_BOTH, arrange
 from kimi_hal_conformance.calls import Called, Stage, Subject, invoke, scratch
-from kimi_hal_conformance.case import Checkpoint
 from kimi_hal_conformance.forms import storage
-from kimi_hal_conformance.oracle import OF_COMMIT, Answer, Question, layers
+from kimi_hal_conformance.oracle import Answer, Question
 from kimi_hal_conformance.poison import Room, same_bits
 
 
@@ -34,24 +34,15 @@ def call(question: Question, subject: Subject, given: bool) -> Called:
 
 def _plain(stage: Stage) -> Called:
     """Plan and call once."""
-    question = stage.question
-    found = stage.subject.plan(question.op.name, question)
-    placed = {name: stage.room.operand(name, _own(found, value)) for name, value in question.operands.items()}
-    return invoke(stage, found, placed)
-
-
-def _own(found: Plan, value: Any) -> Any:
-    """Return what the implementation makes of a checkpoint, whose tensors are on the plan's device."""
-    if not isinstance(value, Checkpoint):
-        return value
-    return list(found.weights(**{name: tensor.to(found.device) for name, tensor in value.items()}))
+    ready = arrange(stage)
+    return invoke(stage, ready.plan, ready.placed)
 
 
 def _topk(stage: Stage) -> Called:
     """Call ``indexer_topk``, then its test entry, which also writes all scores and must select alike."""
     question, room = stage.question, stage.room
-    found = stage.subject.plan("indexer_topk", question)
-    placed = {name: room.operand(name, value) for name, value in question.operands.items()}
+    ready = arrange(stage)
+    found, placed = ready.plan, ready.placed
     plain = invoke(stage, found, placed)
     if plain.answer is None:
         return plain
@@ -74,46 +65,17 @@ def _topk(stage: Stage) -> Called:
     return Called(Answer(outputs, plain.answer.mutated), tuple(problems))
 
 
-def _verify(stage: Stage) -> Called:
-    """Call ``kda_verify`` with a records buffer of the plan's own size."""
-    question, room = stage.question, stage.room
-    found = stage.subject.plan("kda_verify", question)
-    placed = {name: room.operand(name, value) for name, value in question.operands.items()}
-    placed["records"] = _records(stage, found)
-    return invoke(stage, found, placed)
-
-
-def _records(stage: Stage, verify: Plan, name: str = "records") -> Tensor:
-    rows = stage.question.limits.max_reqs
-    return stage.room.scratch(name, rows * verify.records_bytes).view(rows, verify.records_bytes)
-
-
 def _commit(stage: Stage) -> Called:
     """Call the ``kda_verify`` of every layer, then ``kda_commit`` of what was accepted in all of them."""
-    question, room, subject = stage.question, stage.room, stage.subject
-    verify = subject.plan("kda_verify", question)
-    verified = [_verify_layer(stage, verify, i, own) for i, own in enumerate(layers(question.operands))]
-    subject.hooks.synchronize()
+    room, ready = stage.room, arrange(stage)
+    ready.lead()
+    stage.subject.hooks.synchronize()
     untouched = tuple(room.problems(("records",)))
-    for i in range(len(verified)):  # the commit's own to change
-        for name in ("conv_state", "state"):
-            room.originals.pop(f"{name}[{i}]")
-    names = {"conv_states": "conv_state", "states": "state", "records": "records"}
-    lists: dict[str, Any] = {many: [own[one] for own in verified] for many, one in names.items()}
-    for many, one in (("A_logs", "A_log"), ("dt_biases", "dt_bias")):
-        lists[many] = None if verified[0][one] is None else [own[one] for own in verified]
-    rest = {n: room.operand(n, v) for n, v in question.operands.items() if n in OF_COMMIT and n != "more"}
-    commit = subject.plan("kda_commit", question, pair=verify)
-    found = invoke(stage, commit, lists | {"state_ids": verified[0]["state_ids"]} | rest)
+    for number in range(len(ready.before)):  # the commit's own to change
+        for name in OF_BOTH:
+            room.originals.pop(f"{name}[{number}]")
+    found = invoke(stage, ready.plan, ready.placed)
     return Called(found.answer, (*(f"kda_verify: {p}" for p in untouched), *found.problems))
-
-
-def _verify_layer(stage: Stage, verify: Plan, number: int, operands: Mapping[str, Any]) -> dict[str, Any]:
-    """Call one layer's ``kda_verify`` and return its operands, records among them."""
-    placed = {name: stage.room.operand(f"{name}[{number}]", value) for name, value in operands.items()}
-    placed["records"] = _records(stage, verify, f"records[{number}]")
-    verify.run(**placed)
-    return placed
 
 
 def _prepare(stage: Stage) -> Called:
@@ -158,6 +120,5 @@ def _reader(found: Plan) -> str:
 SCRIPTS: Mapping[str, Callable[[Stage], Called]] = {
     "indexer_topk": _topk,
     "kda_commit": _commit,
-    "kda_verify": _verify,
     "prepare_moe_weights": _prepare,
 }

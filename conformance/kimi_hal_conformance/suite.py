@@ -52,6 +52,9 @@ REPEATS = {INTERP: 0, QUICK: 1, STANDARD: 19, FULL: 19}
 #: The profile of a run in which single cases are named.
 NAMED = "cases"
 REPEATS_OF_NAMED = 1
+#: Of how many cases of an implementation relations and capture are tried: the first that have rows to take apart.
+RELATIONS = {INTERP: 0, QUICK: 2, STANDARD: 16, FULL: 1 << 20}
+RELATIONS_OF_NAMED = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,11 @@ class Request:
         if self.repeats is not None:
             return self.repeats
         return REPEATS.get(self.chosen_profile, REPEATS_OF_NAMED)
+
+    @property
+    def chosen_relations(self) -> int:
+        """Return of how many cases of an implementation more than the values and bits of a call is tried."""
+        return RELATIONS.get(self.chosen_profile, RELATIONS_OF_NAMED)
 
     @property
     def chosen_profile(self) -> str:
@@ -314,7 +322,18 @@ def batch(trial: Trial, loaded: Loaded, request: Request) -> Batch:
         seed=request.seed,
         limit=request.limit or LIMITS[request.execution],
         repeats=request.chosen_repeats,
+        relations=request.chosen_relations,
+        untimed=untimed(loaded, request),
     )
+
+
+def untimed(loaded: Loaded, request: Request) -> str:
+    """Say why nothing is timed, or return an empty string."""
+    if request.execution != "native" or on_host(loaded, request):
+        return "speed is measured on a device, natively"
+    if request.chosen_profile in (INTERP, QUICK):
+        return f"the {STANDARD} profile measures speed"
+    return ""
 
 
 def on_host(loaded: Loaded, request: Request) -> bool:

@@ -36,6 +36,38 @@ class Measure(msgspec.Struct, frozen=True, kw_only=True):
     problem: str = ""
 
 
+class Speed(msgspec.Struct, frozen=True, kw_only=True):
+    """How long a call takes beside what the device could do at best: the roofline that was measured in this run.
+
+    Args:
+        seconds: of device time, the median of several calls with cold caches.
+        bytes: that must be moved: each operand's needed bytes read once, each output written once.
+        operations: multiplications and additions that must be made.
+        bandwidth: bytes a second of a large copy, read and written.
+        rate: operations a second of a large bfloat16 matrix product.
+        graph: replays of a captured call were timed, and not launches.
+        call: what was timed: formats and the shapes of the operands.
+    """
+
+    seconds: float
+    bytes: int
+    operations: int
+    bandwidth: float
+    rate: float
+    graph: bool
+    call: str
+
+    @property
+    def floor(self) -> float:
+        """Return the seconds that no kernel can be faster than."""
+        return max(self.bytes / self.bandwidth, self.operations / self.rate)
+
+    @property
+    def fraction(self) -> float:
+        """Return the floor as a part of the time that the call took."""
+        return self.floor / self.seconds
+
+
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """The verdict on one case of one implementation.
 
@@ -56,7 +88,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         level: what it speaks for (``levels.py``): the case's own, 3 where only a promise about bits is broken,
             0 for what is said of all cases.
         kept: it is an earlier run's, from which this one went on.
-        promises: that were tried beside the values: ``deterministic``, ``batch_invariant``.
+        promises: that were tried beside the values (``promises.py``): ``deterministic``, ``purity``, ``capture``.
+        untried: promise -> why it was not tried, where something could be expected.
+        speed: where it was timed; no verdict depends on it.
         smallest: where it failed, the smallest part of it that still does: ``"<case>, row 3 of 7"``, or its id.
         input: what that part is, operand by operand; why it is not known where the process was lost.
     """
@@ -76,6 +110,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     waiver: str = ""
     level: int = 0
     promises: tuple[str, ...] = ()
+    untried: dict[str, str] = {}
+    speed: Speed | None = None
     kept: bool = False
     smallest: str = ""
     input: str = ""

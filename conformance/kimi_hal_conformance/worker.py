@@ -25,9 +25,14 @@ from kimi_hal_conformance import case as cases
 from kimi_hal_conformance.calls import Subject
 from kimi_hal_conformance.cases import load
 from kimi_hal_conformance.execute import described, run_case
+from kimi_hal_conformance.levels import SPEED
 from kimi_hal_conformance.messages import Batch, Done, Ended, Message, Started
-from kimi_hal_conformance.verdict import FAILED, Verdict
+from kimi_hal_conformance.promises import Effort
+from kimi_hal_conformance.speed.timing import UntimedError, timed
+from kimi_hal_conformance.verdict import FAILED, PASSED, Verdict
 
+#: Relations that only a case of several rows or sequences has: such a case shows what relations can.
+APART = {"split", "split_bits"}
 #: How much later than the suite's own limit a forgotten process ends itself.
 PATIENCE = 2
 
@@ -78,10 +83,28 @@ def run(batch: Batch, answers: int) -> None:
     subject = Subject(batch.implementation, batch.device, hooks)
     with contextlib.suppress(KimiHalError):  # else every case says so itself
         policy.freeze()  # as an engine does: to look for plugins again costs more than a small case
+    left, waiting = batch.relations, True
     for case_id in batch.cases:
         signal.alarm(math.ceil(PATIENCE * batch.limit) + 60)
-        verdict = run_case(cases.get(case_id), subject, batch.seed, batch.repeats)
+        effort = Effort(batch.repeats, relations=left > 0)
+        verdict = run_case(cases.get(case_id), subject, batch.seed, effort)
+        left -= bool(APART & {*verdict.promises})
+        if waiting and verdict.status == PASSED:  # once: values are right at least there
+            verdict, waiting = with_speed(verdict, subject, batch.untimed), False
         send(answers, Done(verdict=verdict))
+
+
+def with_speed(verdict: Verdict, subject: Subject, untimed: str) -> Verdict:
+    """Time a call of the operator and say it with a verdict, which does not depend on it."""
+    try:
+        if untimed:
+            raise UntimedError(untimed)
+        return msgspec.structs.replace(verdict, speed=timed(verdict.operator, subject))
+    except UntimedError as error:
+        why = str(error)
+    except Exception as error:  # the suite's call is refused, or too large for this device
+        why = f"timing raised {described(error)}"
+    return msgspec.structs.replace(verdict, untried=verdict.untried | {SPEED: why})
 
 
 def _say_all(batch: Batch, answers: int, problem: str) -> None:

@@ -20,6 +20,7 @@ from kimi_hal_conformance.verdict import (
     PASSED,
     REFUSED,
     WAIVED,
+    Speed,
     Standing,
     Verdict,
 )
@@ -86,8 +87,7 @@ def test_every_operator_has_a_case_of_level_1() -> None:
         (
             [verdict(PASSED), verdict(PASSED, EDGE)],
             2,
-            "level 3, reproducible: not tested: nothing was repeated, deterministic is not declared, "
-            "or the cases have ranks",
+            "level 3, reproducible: not tested: nothing was repeated, or deterministic is not declared",
         ),
         (
             [verdict(PASSED), verdict(PASSED, EDGE), verdict(FAILED, level=3, promises=BOTH)],
@@ -97,7 +97,30 @@ def test_every_operator_has_a_case_of_level_1() -> None:
         (
             [verdict(PASSED, promises=BOTH), verdict(PASSED, EDGE, promises=BOTH)],
             3,
-            "level 4, capturable: not tested by this suite version",
+            "level 4, capturable: not tested in this run",
+        ),
+        (
+            [
+                verdict(PASSED, promises=BOTH, untried={"capture": "the device has no graphs"}),
+                verdict(PASSED, EDGE),
+            ],
+            3,
+            "level 4, capturable: not tested: the device has no graphs",
+        ),
+        (
+            [verdict(PASSED, promises=(*BOTH, "capture")), verdict(PASSED, EDGE)],
+            4,
+            "level 5, distributed: not tested by this suite version: it has no such case of kda_gate",
+        ),
+        (
+            [verdict(FAILED, level=4, promises=(*BOTH, "capture")), verdict(PASSED, EDGE)],
+            3,
+            f"level 4, capturable: 1 of 1 failed, the first: {PLAIN}",
+        ),
+        (
+            [verdict(FAILED, level=2, promises=("deterministic", "purity")), verdict(PASSED, EDGE)],
+            1,
+            f"level 2, robust: 1 of 2 failed, the first: {PLAIN}",
         ),
     ],
 )
@@ -112,6 +135,43 @@ def test_an_operator_without_a_case_of_a_level_is_not_tested_there() -> None:
     assert standing(verdict(PASSED)).steps[4].why == (
         "not tested by this suite version: it has no such case of kda_gate"
     )
+
+
+def speed(seconds: float) -> Speed:
+    """Return the timing of a call whose floor is 10 µs, of bytes."""
+    return Speed(
+        seconds=seconds,
+        bytes=40_000_000,
+        operations=10**9,
+        bandwidth=4e12,
+        rate=8e14,
+        graph=True,
+        call="",
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "state", "why"),
+    [
+        (20e-6, "reached", "0.50 of the device's measured roofline"),
+        (32e-6, "not_reached", "0.31 of the device's measured roofline, needs 0.5"),
+    ],
+)
+def test_level_6_is_a_fraction_and_no_verdict(seconds: float, state: str, why: str) -> None:
+    found = verdict(PASSED, speed=speed(seconds))
+    step = standing(found).steps[5]
+    assert (step.state, step.why, found.status) == (state, why, PASSED)
+
+
+def test_what_was_not_timed_says_why() -> None:
+    found = standing(verdict(PASSED, untried={"speed": "speed is measured on a device, natively"}))
+    assert found.steps[5].why == "not tested: speed is measured on a device, natively"
+
+
+def test_all_six_levels_can_be_reached() -> None:
+    one = verdict(PASSED, ALONE, promises=(*BOTH, "purity", "capture"), speed=speed(10e-6))
+    found = standing(one, verdict(PASSED, RANKS))
+    assert (found.level, found.stops) == (6, "nothing: every level is reached")
 
 
 def test_every_level_is_told_also_beyond_the_one_that_stops() -> None:

@@ -13,13 +13,13 @@ from torch import Tensor
 from kimi_hal import formats, ops
 from kimi_hal.ops.operator import Operator, torch_dtype
 from kimi_hal.parallel.groups import LoopbackGroup
-from kimi_hal_conformance.execute import at_rank
 from kimi_hal_conformance.mutants.builders import clone
 from kimi_hal_conformance.mutants.clone import Clone
 from kimi_hal_conformance.mutants.mutant import Mutant
 from kimi_hal_conformance.mutants.plain import KEYS, PLAIN, Plain
 from kimi_hal_conformance.mutants.tolerances import FIELD
 from kimi_hal_conformance.properties import USES
+from kimi_hal_conformance.ranks import at_rank
 
 #: Standard deviations of the inputs: one, and a tenth, which hides what a bound on absolute errors lets pass.
 SPREADS = (1.0, 0.1)

@@ -1,0 +1,102 @@
+"""One call made ready: its plan and its operands where they will stay, with the calls that must come before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from kimi_hal.dispatch.plan import Plan
+from kimi_hal_conformance.calls import Stage
+from kimi_hal_conformance.case import Checkpoint
+from kimi_hal_conformance.oracle import OF_COMMIT, Question, layers
+
+#: The operands of ``kda_verify`` that ``kda_commit`` changes.
+OF_BOTH = ("conv_state", "state")
+
+
+@dataclass(frozen=True)
+class Arranged:
+    """A call that is ready to be made, again and again.
+
+    Args:
+        plan: whose.
+        placed: its operands, in the room.
+        before: plans and operands of the calls that fill what it reads.
+    """
+
+    plan: Plan
+    placed: Mapping[str, Any]
+    before: tuple[tuple[Plan, Mapping[str, Any]], ...] = ()
+
+    def lead(self) -> None:
+        """Make the calls before it."""
+        for plan, placed in self.before:
+            plan.run(**placed)
+
+
+def arrange(stage: Stage) -> Arranged:
+    """Plan a call and place its operands; nothing has run yet."""
+    return ARRANGERS.get(stage.question.op.name, _plain)(stage)
+
+
+def named(question: Question) -> Iterator[tuple[str, Any]]:
+    """Yield each operand by the name that it has in its room."""
+    if question.op.name != "kda_commit":
+        yield from question.operands.items()
+        return
+    for number, own in enumerate(layers(question.operands)):
+        yield from ((f"{name}[{number}]", value) for name, value in own.items())
+    yield from ((n, v) for n, v in question.operands.items() if n in OF_COMMIT and n != "more")
+
+
+def _plain(stage: Stage) -> Arranged:
+    """Place the operands under their own names."""
+    question = stage.question
+    found = stage.subject.plan(question.op.name, question)
+    placed = {name: stage.room.operand(name, _own(found, value)) for name, value in question.operands.items()}
+    return Arranged(found, placed)
+
+
+def _own(found: Plan, value: Any) -> Any:
+    """Return what the implementation makes of a checkpoint, whose tensors are on the plan's device."""
+    if not isinstance(value, Checkpoint):
+        return value
+    return list(found.weights(**{name: tensor.to(found.device) for name, tensor in value.items()}))
+
+
+def _verify(stage: Stage) -> Arranged:
+    """Add a records buffer of the plan's own size."""
+    found = _plain(stage)
+    return Arranged(found.plan, {**found.placed, "records": _records(stage, found.plan)})
+
+
+def _records(stage: Stage, verify: Plan, name: str = "records") -> Tensor:
+    rows = stage.question.limits.max_reqs
+    return stage.room.scratch(name, rows * verify.records_bytes).view(rows, verify.records_bytes)
+
+
+def _commit(stage: Stage) -> Arranged:
+    """Put the ``kda_verify`` of every layer before the ``kda_commit`` of what was accepted in all of them."""
+    question, room = stage.question, stage.room
+    verify = stage.subject.plan("kda_verify", question)
+    verified = [_verify_layer(stage, verify, i, own) for i, own in enumerate(layers(question.operands))]
+    names = {"conv_states": "conv_state", "states": "state", "records": "records"}
+    lists: dict[str, Any] = {many: [own[one] for own in verified] for many, one in names.items()}
+    for many, one in (("A_logs", "A_log"), ("dt_biases", "dt_bias")):
+        lists[many] = None if verified[0][one] is None else [own[one] for own in verified]
+    rest = {n: room.operand(n, v) for n, v in question.operands.items() if n in OF_COMMIT and n != "more"}
+    commit = stage.subject.plan("kda_commit", question, pair=verify)
+    placed = lists | {"state_ids": verified[0]["state_ids"]} | rest
+    return Arranged(commit, placed, tuple((verify, own) for own in verified))
+
+
+def _verify_layer(stage: Stage, verify: Plan, number: int, operands: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the placed operands of one layer's ``kda_verify``, records among them."""
+    placed = {name: stage.room.operand(f"{name}[{number}]", value) for name, value in operands.items()}
+    return placed | {"records": _records(stage, verify, f"records[{number}]")}
+
+
+ARRANGERS: Mapping[str, Callable[[Stage], Arranged]] = {"kda_commit": _commit, "kda_verify": _verify}

@@ -1,0 +1,70 @@
+"""Capture and replay: what is declared capturable goes into a graph of the device, and answers for new data there.
+
+Two graphs of one plan, of sizes A and B, are captured on calls that hold nothing but padding, as an engine does
+before its first request; then replayed A, B, A, B. What was decided on the host in between is not in a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kimi_hal_conformance import variants
+from kimi_hal_conformance.oracle import Question
+from kimi_hal_conformance.relations import Ground, rounds
+from kimi_hal_conformance.rig import OnePlan, Rig, with_operands
+
+#: Why a whole call was not captured, by what is declared.
+UNDECLARED = "capture is not declared"
+PIECEWISE = "capture is declared piecewise: the call runs between the graphs, not in one"
+NO_GRAPHS = "the device has no graphs"
+
+
+class NoGraphsError(Exception):
+    """The device's hooks capture nothing."""
+
+
+def untried(ground: Ground) -> str:
+    """Return why a case's call is not to be captured, or an empty string."""
+    return {"none": UNDECLARED, "piecewise": PIECEWISE}.get(ground.promised.capture, "")
+
+
+def problems(ground: Ground) -> Iterator[str]:
+    """Capture at two sizes, replay on new data, and compare with calls of a new plan in new memory.
+
+    Raises:
+        NoGraphsError: the device has none; nothing was learnt.
+    """
+    plan = OnePlan.of(ground.subject)
+    calls = rounds(ground)
+    rigs: dict[int, Rig] = {}
+    for shape, _ in calls:
+        if id(shape) not in rigs:
+            rig = rigs[id(shape)] = Rig(shape, plan)
+            told = list(_capture(rig, [question for other, question in calls if other is shape][-1]))
+            yield from told
+            if told:
+                return
+    for number, (shape, question) in enumerate(calls, 1):
+        found = rigs[id(shape)].answer(question)
+        yield from ground.differs(question, found, f"replay {number} of {len(calls)}")
+
+
+def _capture(rig: Rig, later: Question) -> Iterator[str]:
+    """Capture a call that holds nothing but padding, or later data where nothing marks that; yield what it broke."""
+    name = rig.question.op.name
+    padded = variants.padded(name, later.operands, range(variants.count(name, later.operands)))
+    rig.fill(later if padded is None else with_operands(later, padded))
+    try:
+        replay = rig.subject.hooks.capture(rig.launch)
+    except Exception as error:
+        yield f"capture raised {type(error).__name__}: {error}"
+        return
+    if replay is None:
+        raise NoGraphsError
+    rig.subject.hooks.synchronize()
+    yield from (f"in capture: {problem}" for problem in rig.wrong)
+    if padded is not None:
+        yield from (
+            f"capture of nothing but padding: {problem}" for problem in rig.room.problems(("records",))
+        )
+    rig.run = replay

@@ -1,0 +1,35 @@
+"""Judge calls against the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kimi_hal_conformance.calls import Called
+from kimi_hal_conformance.judges import judge
+from kimi_hal_conformance.oracle import Question, answer
+from kimi_hal_conformance.roundings import inner
+from kimi_hal_conformance.trial import Trial
+from kimi_hal_conformance.verdict import Measure
+
+
+def judged(question: Question, calls: Sequence[Called]) -> tuple[list[str], list[Measure]]:
+    """Judge each call against the oracle; return all problems, and the measures of the first."""
+    exact, reference = (answer(question, dtype) for dtype in (torch.float64, torch.float32))
+    rounded = inner(question)
+    problems: list[str] = []
+    kept: list[Measure] = []
+    for done in calls:
+        problems += done.problems
+        if done.answer is None:
+            continue
+        measures = list(judge(question.op.name)(Trial(question, done.answer, exact, reference, rounded)))
+        problems += [f"{m.tensor}: {m.problem}" for m in measures if m.problem]
+        kept = kept or measures
+    return list(dict.fromkeys(problems)), kept
+
+
+def objections(question: Question, done: Called) -> list[str]:
+    """Return what is wrong with one call, its values included."""
+    return judged(question, [done])[0]

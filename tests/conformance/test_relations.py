@@ -1,0 +1,238 @@
+"""Relations between calls: each kills an implementation whose single calls are all right, and lets right ones pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from conformance_runs import once
+from plugin_package import installed, write
+
+from kimi_hal_conformance import suite
+from kimi_hal_conformance.schema import Report
+from kimi_hal_conformance.verdict import FAILED, PASSED, Verdict
+
+MERGE = "merge_attn_states/parts3/heads5/dim130/float32/rows7"
+DECODE, PREFILL, RANKS = (
+    "kda_decode/tp32/rows6",
+    "kda_prefill/tp32/ragged",
+    "topk_merge/full/world2-interleave1/ties",
+)
+CASES = (MERGE, DECODE, PREFILL, RANKS)
+IMPLEMENTATIONS = """
+from kimi_hal.dispatch.contract import Properties
+
+
+def promising(operator, name, **promises):
+    promises = {"deterministic": True} | promises
+    capabilities = tuple(
+        Capability(("*",), covered, properties=Properties(**promises)) for covered in coverage(get(operator).spec_type)
+    )
+    return Implementation(operator, name, build="related_kernels:" + name, capabilities=capabilities)
+
+
+IMPLEMENTATIONS = (
+    promising("merge_attn_states", "right", batch_invariant=True),
+    promising("merge_attn_states", "modest", deterministic=False),
+    promising("merge_attn_states", "remembers"),
+    promising("merge_attn_states", "second_row", batch_invariant=True),
+    promising("merge_attn_states", "few_rows"),
+    promising("kda_decode", "right"),
+    promising("kda_decode", "last_slot"),
+    promising("kda_decode", "biased"),
+    promising("kda_prefill", "right"),
+    promising("kda_prefill", "all_new"),
+    promising("kda_prefill", "multiplies"),
+    promising("topk_merge", "right"),
+    promising("topk_merge", "tires"),
+)
+"""
+#: Each is the reference but for what its name says.
+KERNELS = """
+from kimi_hal.dispatch import signatures
+from kimi_hal.ops import get
+from kimi_hal.reference.backend import build as right
+
+modest = right
+
+
+def around(ctx, change, before=lambda given: None):
+    op, reference = get(ctx.operator), right(ctx)
+
+    def call(given):
+        before(given)
+        return change(given, signatures.apply(op, reference, given))
+
+    return signatures.function(op, op.name, call)
+
+
+def remembers(ctx):
+    # What was made of the inputs is kept by address, as a descriptor is.
+    kept = {}
+
+    def before(given):
+        given["outs"] = kept.setdefault(given["outs"].data_ptr(), given["outs"].clone())
+
+    return around(ctx, lambda given, results: results, before)
+
+
+def second_row(ctx):
+    # One more float32 rounding in the second program.
+    def change(given, results):
+        results[0][1:2].mul_(1 + 2.0**-23)
+        return results
+
+    return around(ctx, change)
+
+
+def few_rows(ctx):
+    # A kernel of its own for three and four rows, which leaves out the last part.
+    def before(given):
+        if given["outs"].shape[1] in (3, 4):
+            given["lses"] = given["lses"].clone()
+            given["lses"][-1] = float("-inf")
+
+    return around(ctx, lambda given, results: results, before)
+
+
+def last_slot(ctx):
+    # Without a live row the highest one is slot -1.
+    def change(given, results):
+        if int(given["state_ids"].max()) < 0:
+            given["state"][given["state_ids"][:1].long()] *= 0.5
+        return results
+
+    return around(ctx, change)
+
+
+def biased(ctx):
+    # Every step rounds the state up, by less than a budget each.
+    def change(given, results):
+        ids = given["state_ids"]
+        live = (ids >= 0) & (ids < given["state"].shape[0])
+        given["state"][ids[live].long()] *= 1 + {BIAS}
+        return results
+
+    return around(ctx, change)
+
+
+def all_new(ctx):
+    # Where nothing is told apart, every sequence is taken to be new.
+    def before(given):
+        flags = given["has_initial_state"]
+        if flags is not None and bool(flags.all()):
+            given["has_initial_state"] = ~flags
+
+    return around(ctx, lambda given, results: results, before)
+
+
+def multiplies(ctx):
+    # A slot is read as zero by multiplying with the flag.
+    def before(given):
+        flags = given["has_initial_state"]
+        if flags is not None:
+            flags = flags | (given["cu_seqlens"].diff() == 0)
+            live = given["state_ids"] >= 0
+            ids = given["state_ids"][live].long()
+            given["state"][ids] *= flags[live][:, None, None, None]
+            given["has_initial_state"] = None
+
+    return around(ctx, lambda given, results: results, before)
+
+
+CALLS = []
+
+
+def tires(ctx):
+    # The order of a selection is free, and other bits from the fourth call of a rank on.
+    def change(given, results):
+        CALLS.append(0)
+        if len(CALLS) > 6:
+            return tuple(t.flip(-1) if t.ndim == 2 else t for t in results)
+        return results
+
+    return around(ctx, change)
+"""
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Report]:
+    folder = tmp_path_factory.mktemp("related")
+    write(folder, "related", IMPLEMENTATIONS, KERNELS.replace("{BIAS}", "3.5e-7"))
+    with installed(folder):
+        yield once(tmp_path_factory, "related", lambda: suite.run(suite.Request("related", only=CASES)))
+
+
+@pytest.fixture
+def verdicts(report: Report) -> dict[tuple[str, str], Verdict]:
+    return {(v.operator, v.implementation.partition(".")[2]): v for v in report.verdicts}
+
+
+@pytest.mark.parametrize(
+    ("operator", "tried"),
+    [
+        (
+            "merge_attn_states",
+            ("deterministic", "batch_invariant", "purity", "permutation_bits", "split_bits"),
+        ),
+        ("kda_decode", ("deterministic", "purity", "padding", "permutation", "split", "steps")),
+        ("kda_prefill", ("deterministic", "purity", "padding", "permutation", "split", "chunks", "reuse")),
+        ("topk_merge", ("deterministic",)),
+    ],
+)
+def test_a_right_one_passes_all_that_its_operator_has(
+    verdicts: dict[tuple[str, str], Verdict], operator: str, tried: tuple[str, ...]
+) -> None:
+    found = verdicts[operator, "right"]
+    assert (found.status, found.problems, found.promises) == (PASSED, (), tried)
+
+
+def test_who_declares_no_bits_is_held_to_the_oracle(verdicts: dict[tuple[str, str], Verdict]) -> None:
+    found = verdicts["merge_attn_states", "modest"]
+    assert (found.status, found.promises) == (PASSED, ("purity", "permutation", "split"))
+
+
+@pytest.mark.parametrize(
+    ("operator", "name", "killed_by", "level", "problem"),
+    [
+        (
+            "merge_attn_states",
+            "remembers",
+            "purity",
+            2,
+            "call 3 of one plan, new data at the same addresses: out has other bits than in new memory",
+        ),
+        (
+            "merge_attn_states",
+            "second_row",
+            "permutation_bits",
+            3,
+            "declared batch_invariant, but with the rows backwards out has other bits",
+        ),
+        ("merge_attn_states", "few_rows", "split", 2, "the rows in two calls: out: "),
+        ("kda_decode", "last_slot", "padding", 2, "every row is padding: state: error"),
+        ("kda_decode", "biased", "steps", 2, "token by token: state: "),
+        ("kda_prefill", "all_new", "chunks", 2, "in two chunks: out: "),
+        ("kda_prefill", "multiplies", "reuse", 2, "a slot is used again: out: "),
+        (
+            "topk_merge",
+            "tires",
+            "deterministic",
+            3,
+            "declared deterministic, but local_out of rank 0 of call 2 has other bits than of call 1",
+        ),
+    ],
+)
+def test_a_relation_kills_what_every_plain_call_lets_pass(
+    verdicts: dict[tuple[str, str], Verdict],
+    operator: str,
+    name: str,
+    killed_by: str,
+    level: int,
+    problem: str,
+) -> None:
+    found = verdicts[operator, name]
+    assert found.status == FAILED
+    assert found.promises[-1:] == (killed_by,), found.problems
+    assert found.level == level
+    assert found.problems[0].startswith(problem), found.problems
