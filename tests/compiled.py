@@ -1,140 +1,45 @@
-"""Compile a module's portable kernels for a target in one child process, without the interpreter's switch.
-
-``kernels(backend, arch)`` of a module under ``tests/`` returns what is to be compiled, by name. The child reports for
-each what stands in its assembly: the instructions, and what the compiler says of registers that did not suffice.
-"""
+"""A backend's kernels compiled for all its targets, once a test run, however many tests and processes look at them."""
 
 from __future__ import annotations
 
-import importlib
-import json
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
-#: Name -> Triton's backend, architecture and warp size.
-TARGETS = {
-    "cuda:80": ("cuda", "80", "32"),
-    "cuda:89": ("cuda", "89", "32"),
-    "cuda:90": ("cuda", "90", "32"),
-    "cuda:100": ("cuda", "100", "32"),
-    "gfx942": ("hip", "gfx942", "64"),
-    "gfx950": ("hip", "gfx950", "64"),
-}
+import msgspec
+from once import once
+
+from kimi_hal_conformance.code import Code
+from kimi_hal_conformance.compiling.run import OF_PARTS, OWN_CODE, CompileRequest, run
+from kimi_hal_conformance.schema import Report
+from kimi_hal_conformance.verdict import NOT_RUN, PASSED
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """A kernel with everything that its compilation depends on.
+def compiled(backend: str) -> Report:
+    """Compile everything; a tool that is missing fails."""
 
-    Args:
-        fn: the decorated function.
-        types: argument -> Triton's type; those not named are ``i32``.
-        constants: argument -> value.
-        aligned: integer arguments that are multiples of 16; pointers always are.
-        warps: of a program.
-    """
+    def make() -> object:
+        return msgspec.to_builtins(run(CompileRequest(backend, lanes=2, strict=True)))
 
-    fn: Any
-    types: Mapping[str, str]
-    constants: Mapping[str, Any]
-    aligned: tuple[str, ...] = ()
-    warps: int = 4
-    options: Mapping[str, Any] = field(default_factory=dict)
+    return msgspec.convert(once(f"compile-{backend}", make), type=Report)
 
 
-@dataclass(frozen=True)
-class Made:
-    """What came of one kernel.
-
-    Args:
-        binary: its bytes.
-        instructions: every opcode of its assembly, without operands.
-        target: the architecture that the assembly names.
-        local: accesses to memory that stands for registers, in the assembly (CUDA), or registers so kept (AMD).
-    """
-
-    binary: int
-    instructions: frozenset[str]
-    target: str
-    local: int
-
-    def has(self, pattern: str) -> bool:
-        """Tell whether an instruction begins with a regular expression."""
-        return any(re.match(pattern, opcode) for opcode in self.instructions)
+def wrong(report: Report) -> list[str]:
+    """Return what is neither right nor left out for its one good reason."""
+    return [
+        f"{v.implementation} {v.case}: {v.status}: {'; '.join(v.problems)}\n{v.output}"
+        for v in report.verdicts
+        if v.status != PASSED and not (v.status == NOT_RUN and v.problems[0] in (OWN_CODE, OF_PARTS))
+    ]
 
 
-def made(module: str, target: str, cache: Path) -> dict[str, Made]:
-    """Compile a module's kernels for a target, with nothing served from an earlier run."""
-    from once import once
-
-    report = once(f"{module}-{target}", lambda: child(module, target, cache))
-    return {
-        name: Made(found["binary"], frozenset(found["instructions"]), found["target"], found["local"])
-        for name, found in report.items()
-    }
+def codes(report: Report, target: str, operator: str = "") -> Iterator[tuple[str, Code]]:
+    """Yield ``"<operator>/<kernel>"`` and the code of every kernel of a target."""
+    for verdict in report.verdicts:
+        _, of, kernel, name = verdict.case.split("/", 3)
+        if verdict.code is not None and name == target and operator in ("", of):
+            yield f"{of}/{kernel}", verdict.code
 
 
-def child(module: str, target: str, cache: Path) -> Any:
-    """Compile in a child process and return what it says."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(cache)}
-    command = [sys.executable, __file__, module, *TARGETS[target]]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def compiled(kernel: Kernel, backend: str, arch: str, warp: int) -> dict[str, Any]:
-    """Compile one kernel and look at its assembly."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    names = kernel.fn.arg_names
-    signature = {n: "constexpr" if n in kernel.constants else kernel.types.get(n, "i32") for n in names}
-    aligned = [i for i, n in enumerate(names) if signature[n].startswith("*") or n in kernel.aligned]
-    source = ASTSource(
-        fn=kernel.fn,
-        signature=signature,
-        constexprs={(names.index(n),): value for n, value in kernel.constants.items()},
-        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
-    )
-    target = GPUTarget(backend, int(arch) if arch.isdigit() else arch, warp)
-    found = triton.compile(source, target=target, options={"num_warps": kernel.warps, **kernel.options})
-    text = found.asm["ptx" if backend == "cuda" else "amdgcn"]
-    binary = len(found.asm["cubin" if backend == "cuda" else "hsaco"])
-    return {"binary": binary, **(ptx if backend == "cuda" else amdgcn)(text)}
-
-
-def ptx(text: str) -> dict[str, Any]:
-    """Return the opcodes of PTX, its target, and its accesses to local memory."""
-    opcodes = re.findall(r"^[\s{]*(?:@!?%p\d+\s+)?([a-z][a-z0-9_.:]*)", text, re.MULTILINE)
-    target = re.search(r"^\.target (\w+)", text, re.MULTILINE)
-    return {
-        "instructions": sorted(set(opcodes)),
-        "target": target[1] if target else "",
-        "local": sum(o.startswith(("ld.local", "st.local")) for o in opcodes),
-    }
-
-
-def amdgcn(text: str) -> dict[str, Any]:
-    """Return the opcodes of AMD's assembly, its target, and the vector registers kept in memory."""
-    opcodes = re.findall(r"^\s+([a-z][a-z0-9_]+)\s", text, re.MULTILINE)
-    target = re.search(r'^\s*\.amdgcn_target ".*(gfx\w+)"', text, re.MULTILINE)
-    spilled = re.search(r"\.vgpr_spill_count:\s+(\d+)", text)
-    return {
-        "instructions": sorted(set(opcodes)),
-        "target": target[1] if target else "",
-        "local": int(spilled[1]) if spilled else 0,
-    }
-
-
-if __name__ == "__main__":
-    name, backend, arch, warp = sys.argv[1:]
-    kernels = importlib.import_module(name).kernels(backend, arch)
-    print(json.dumps({n: compiled(kernel, backend, arch, int(warp)) for n, kernel in kernels.items()}))
+def holds(code: Code, pattern: str) -> bool:
+    """Tell whether an expected instruction was found whose opcode begins with a pattern."""
+    return any(re.match(pattern, op) for s in code.searched if s.expected for op in s.found)

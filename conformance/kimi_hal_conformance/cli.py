@@ -9,8 +9,10 @@ from rich.console import Console
 
 from kimi_hal.errors import KimiHalError
 from kimi_hal.settings import EXECUTIONS
+from kimi_hal_conformance.compiling import command as compiling
 from kimi_hal_conformance.mutants.command import prove
 from kimi_hal_conformance.show import html_option, show
+from kimi_hal_conformance.verdict import Verdict
 
 
 class AskedError(click.ClickException):
@@ -65,6 +67,7 @@ def cli() -> None:
     help="JSON of an earlier run: what passed or was refused there is kept.",
 )
 @html_option
+@compiling.compile_options
 @click.pass_context
 def run(
     ctx: click.Context,
@@ -82,8 +85,11 @@ def run(
     html: Path | None,
     waivers_path: Path | None,
     resume_path: Path | None,
+    compile_only: bool,
+    targets: tuple[str, ...],
+    strict: bool,
 ) -> None:
-    """Run a backend's cases.
+    """Run a backend's cases, or compile its kernels for devices that are not here.
 
     Exit status: 0, something passed, and what did not is waived; 1, something did not pass, a waiver is
     stale or not needed, or nothing ran; 2, what was asked for does not exist.
@@ -91,7 +97,9 @@ def run(
     from kimi_hal_conformance import page, resume, suite, waivers
     from kimi_hal_conformance import report as output
     from kimi_hal_conformance.cases import load
+    from kimi_hal_conformance.compiling import run as compiled
 
+    compiling.refuse(ctx, compile_only)
     for path in filter(None, (json_path, junitxml)):
         if not path.absolute().parent.is_dir():  # not after minutes of running
             raise AskedError(f"cannot write {path}: there is no folder {path.parent}")
@@ -112,8 +120,15 @@ def run(
             repeats=repeats,
             resume=resume.read(resume_path) if resume_path else None,
         )
+        compile_request = compiled.CompileRequest(
+            backend, targets, implementation, only, limit, lanes, compiling.strict(strict)
+        )
         with console.status(f"{backend}: starting") as status:
-            report = suite.run(request, lambda v: status.update(f"{v.implementation} {v.case}: {v.status}"))
+
+            def tell(found: Verdict) -> None:
+                status.update(f"{found.implementation} {found.case}: {found.status}")
+
+            report = compiled.run(compile_request, tell) if compile_only else suite.run(request, tell)
     except KimiHalError as error:
         raise AskedError(str(error)) from error
     output.print_report(report, console)

@@ -48,3 +48,17 @@ class Code(msgspec.Struct, frozen=True, kw_only=True):
     shared: int | None
     further: dict[str, int]
     searched: tuple[Searched, ...]
+
+
+def figures(code: Code) -> dict[str, str]:
+    """Return what a CI's report shows of a kernel's code, by name; what is not known is left out."""
+    known = {
+        "target": code.target,
+        "stand_in": code.stand_in or None,
+        "size": code.size,
+        "registers": code.registers,
+        "spilled": code.spilled,
+        "shared": code.shared,
+        **code.further,
+    }
+    return {name: str(value) for name, value in known.items() if value is not None}

@@ -39,6 +39,8 @@ class StoppedError(Exception):
 class Lane:
     """A worker process, started when it is needed and again when it is gone."""
 
+    module = "kimi_hal_conformance.worker"
+
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.environment = dict(environment)
         self.versions: dict[str, str] = {}
@@ -96,9 +98,10 @@ class Lane:
                 mark = self._log.seek(0, os.SEEK_END)
                 yield found
             else:
+                ended = message if isinstance(message, Ended) else None
                 if left:
-                    yield self._lost(batch, left[0], message, pid, mark, limit)
-                elif message is None:
+                    yield self._lost(batch, left[0], ended, pid, mark, limit)
+                elif ended is None:
                     self._end()
                 return
 
@@ -129,7 +132,7 @@ class Lane:
             return
         self._end()
         self._answers, theirs = os.pipe()
-        command = [sys.executable, "-m", "kimi_hal_conformance.worker", str(theirs)]
+        command = [sys.executable, "-m", self.module, str(theirs)]
         self._worker = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

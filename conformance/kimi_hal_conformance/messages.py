@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TypeAlias
 
 import msgspec
@@ -48,10 +49,21 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     verdict: Verdict
 
 
+class Listed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The kernels that are compiled next, one after another."""
+
+    kernels: tuple[str, ...]
+
+
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The process of a batch is gone: its exit status, or the negative number of the signal that ended it."""
 
     code: int
 
 
-Message: TypeAlias = Started | Done | Ended
+Message: TypeAlias = Started | Listed | Done | Ended
+
+
+def send(answers: int, message: Message) -> None:
+    """Write a message. The line before it may have been cut short by a process that died."""
+    os.write(answers, b"\n" + msgspec.json.encode(message) + b"\n")

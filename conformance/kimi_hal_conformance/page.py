@@ -10,6 +10,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from kimi_hal_conformance.compiling import table as compiling
 from kimi_hal_conformance.plot import Plot, Row, Share
 from kimi_hal_conformance.report import summary, worst
 from kimi_hal_conformance.schema import Report, Tested
@@ -85,6 +86,9 @@ def render(report: Report) -> str:
         matrix=matrix(parts),
         sections=parts,
         overview=overview(parts),
+        compiled=tuple(compiling.rows(report)) if compiling.compiled(report) else (),
+        headers=compiling.HEADERS,
+        stand_ins=compiling.stand_ins(report),
         failures=tuple(v for v in report.verdicts if v.status in AGAINST),
     )
 

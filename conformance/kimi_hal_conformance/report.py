@@ -14,6 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from kimi_hal_conformance import levels, waivers
+from kimi_hal_conformance.code import figures
+from kimi_hal_conformance.compiling import table as compiling
 from kimi_hal_conformance.schema import (
     CONFORMS,
     DOES_NOT_CONFORM,
@@ -41,12 +43,15 @@ SHOWN = 12
 
 def print_report(report: Report, console: Console) -> None:
     """Print one line an implementation, what was not tried, every problem, and the closing line."""
-    console.print(_table(report))
+    console.print(compiling.table(report) if compiling.compiled(report) else _table(report))
+    for target, reason in compiling.stand_ins(report).items():
+        line = f"{target} {reason}"
+        console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
     if resumed := report.environment.resumed:
         kept = sum(v.kept for v in report.verdicts)
         line = f"kept from the run of {resumed}: {kept} of {len(report.verdicts)} verdicts"
         console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
-    for line in levels.lines(report.implementations):
+    for line in () if compiling.compiled(report) else levels.lines(report.implementations):
         console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
     for reason, count in left_out(report).items():
         console.print(f"not run, {count}: {escape(reason)}", style="dim", highlight=False)
@@ -124,6 +129,12 @@ WORDS = {
     NOTHING_RAN: "is NOT proven: nothing ran",
     INTERRUPTED: "is NOT proven: the run was interrupted",
 }
+#: The same where nothing was run.
+COMPILED_WORDS = WORDS | {
+    CONFORMS: "compiles, and nothing was run",
+    DOES_NOT_CONFORM: "does NOT compile as it should",
+    NOTHING_RAN: "is NOT proven: nothing was compiled",
+}
 
 
 def summary(report: Report) -> str:
@@ -132,7 +143,7 @@ def summary(report: Report) -> str:
     run = report.environment
     what = f"{report.backend} ({run.execution}, profile {run.profile}, {run.seconds:.0f} s)"
     wrong = sum(bool(w.problem) for w in report.waivers)
-    word = WORDS[report.verdict]
+    word = (COMPILED_WORDS if compiling.compiled(report) else WORDS)[report.verdict]
     if report.verdict == DOES_NOT_CONFORM and not any(v.status in AGAINST for v in report.verdicts):
         word += f": {wrong} waiver{'s' if wrong > 1 else ''} stale or not needed"
     return f"{what} {word}: {counts or 'nothing fits what was asked for'}"
@@ -198,6 +209,10 @@ def _testcase(suite: ET.Element, verdict: Verdict) -> None:
     test = ET.SubElement(
         suite, "testcase", classname=verdict.operator, name=verdict.case, time=f"{verdict.seconds:.3f}"
     )
+    if verdict.code is not None:
+        properties = ET.SubElement(test, "properties")
+        for name, value in figures(verdict.code).items():
+            ET.SubElement(properties, "property", name=name, value=_legal(value))
     if verdict.status == PASSED:
         return
     message = f"{verdict.status}: {verdict.waiver or '; '.join(verdict.problems)}"

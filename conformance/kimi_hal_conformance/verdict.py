@@ -6,6 +6,8 @@ from datetime import date
 
 import msgspec
 
+from kimi_hal_conformance.code import Code
+
 #: It was launched: the answer is right; it is wrong; the process died; it did not answer in time.
 PASSED, FAILED, CRASHED, HUNG = "passed", "failed", "crashed", "hung"
 #: It was not launched: the implementation does not claim the Spec; the suite left it out and says why.
@@ -93,6 +95,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         speed: where it was timed; no verdict depends on it.
         smallest: where it failed, the smallest part of it that still does: ``"<case>, row 3 of 7"``, or its id.
         input: what that part is, operand by operand; why it is not known where the process was lost.
+        code: of a kernel that was compiled and not run.
     """
 
     case: str
@@ -115,6 +118,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     kept: bool = False
     smallest: str = ""
     input: str = ""
+    code: Code | None = None
 
 
 class Waiver(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,7 +26,7 @@ from kimi_hal_conformance.calls import Subject
 from kimi_hal_conformance.cases import load
 from kimi_hal_conformance.execute import described, run_case
 from kimi_hal_conformance.levels import SPEED
-from kimi_hal_conformance.messages import Batch, Done, Ended, Message, Started
+from kimi_hal_conformance.messages import Batch, Done, Ended, Started, send
 from kimi_hal_conformance.promises import Effort
 from kimi_hal_conformance.speed.timing import UntimedError, timed
 from kimi_hal_conformance.verdict import FAILED, PASSED, Verdict
@@ -48,11 +48,6 @@ def main() -> None:
             _serve(batch, answers)
         _, status = os.waitpid(pid, 0)
         send(answers, Ended(code=os.waitstatus_to_exitcode(status)))
-
-
-def send(answers: int, message: Message) -> None:
-    """Write a message. The line before it may have been cut short by a process that died."""
-    os.write(answers, b"\n" + msgspec.json.encode(message) + b"\n")
 
 
 def _serve(batch: Batch, answers: int) -> NoReturn:

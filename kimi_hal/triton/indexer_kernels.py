@@ -27,6 +27,8 @@ TYPES = {
 }
 STRIDES = ("cache_page", "q_row", "q_head", "out_row", "k_row", "span", "unit")
 SIZES = {"D": 128, "ROWS": 16}
+#: Bytes a thread that an assembler keeps in memory at most, over all targets (Triton 3.9), and some room.
+SPILLED = {"verify": 256, "prefill": 256, "shuffled": 64}
 
 
 def quantize_index_query(target: Target) -> tuple[Kernel, ...]:
@@ -106,7 +108,8 @@ def _scored(
         expected.append(
             instructions.ASYNCHRONOUS if instructions.cuda(target) else instructions.wide_loads(target)
         )
-    return described(name, _scores(layout, rows, target.arch, **fields), target, expected, forbidden)
+    launch = _scores(layout, rows, target.arch, **fields)
+    return described(name, launch, target, expected, forbidden, SPILLED.get(name, 0))
 
 
 def _scores(layout: str, rows: int, arch: str, **fields: Any) -> Launch:

@@ -28,6 +28,8 @@ POINTERS = {
 STRIDES = ("q_row", "q_head", "page_stride", "index_row", "out_row", "out_head", "width")
 FP8, FNUZ = "latent.fp8.e4m3fn.tensor", "latent.fp8.e4m3fnuz.tensor"
 NVFP4, RECORD, BF16 = "latent.nvfp4.352", "latent.flashmla.656", "latent.bf16"
+#: Bytes a thread that an assembler keeps in memory at most, over all targets (Triton 3.9), and some room.
+SPILLED = {"nvfp4": 192, "record": 384, "bf16": 128, "sharded": 384}
 #: Formats whose scale is a quotient.
 DIVIDED = (FP8, NVFP4, RECORD)
 
@@ -102,7 +104,8 @@ def _attended(
         expected.append(instructions.ASYNCHRONOUS)
     elif ahead:
         forbidden.append(instructions.NOT_ASYNCHRONOUS)
-    return described(name, _attend(target.arch, rows, terms, **fields), target, expected, forbidden)
+    launch = _attend(target.arch, rows, terms, **fields)
+    return described(name, launch, target, expected, forbidden, SPILLED.get(name, 0))
 
 
 def _attend(arch: str, rows: int, terms: int, **fields: Any) -> Launch:

@@ -1,0 +1,60 @@
+"""AMD's kernels become code of the MI300 and MI350 families, whose instructions are looked at. Nothing is run."""
+
+from __future__ import annotations
+
+import pytest
+from compiled import codes, compiled, holds, wrong
+
+from kimi_hal_conformance.schema import Report
+
+pytest.importorskip("triton", reason="Triton is not installed: nothing can be compiled")
+
+#: Target -> how its matrix unit's instructions begin.
+MATRIX = {"gfx942": "v_mfma_f32", "gfx950": "v_mfma_f32"}
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    return compiled("amd")
+
+
+def test_every_kernel_compiles_for_every_target_and_holds_what_it_should(report: Report) -> None:
+    assert wrong(report) == []
+    assert report.ok
+
+
+@pytest.mark.parametrize("target", MATRIX)
+def test_every_family_with_kernels_is_there_with_its_figures(report: Report, target: str) -> None:
+    found = dict(codes(report, target))
+    assert {name.partition("/")[0] for name in found} >= {
+        "quantize_index_query",
+        "store_index_keys",
+        "indexer_logits",
+        "indexer_topk",
+        "topk_select",
+        "store_latent",
+        "sparse_mla",
+        "merge_attn_states",
+        "kda_gate",
+        "kda_decode",
+    }
+    for name, code in found.items():
+        assert code.size > 1000, name
+        assert code.registers, name
+        assert code.spilled is not None, name
+
+
+@pytest.mark.parametrize("target", MATRIX)
+def test_scores_and_attention_are_multiplied_by_the_matrix_unit(report: Report, target: str) -> None:
+    found = [*codes(report, target, "indexer_logits"), *codes(report, target, "sparse_mla")]
+    plain = [name for name, code in found if not holds(code, MATRIX[target])]
+    assert plain == ["sparse_mla/combine"]  # which adds parts
+    assert len(found) >= 10
+
+
+def test_fp8_is_converted_by_instruction_where_there_is_one(report: Report) -> None:
+    found = dict(codes(report, "gfx950", "indexer_logits"))
+    assert holds(found["indexer_logits/decode"], "v_cvt_(scalef32_)?pk_(f32|f16)_fp8")
+    found = dict(codes(report, "gfx942", "indexer_logits"))
+    assert holds(found["indexer_logits/shuffled"], "v_cvt_pk_f32_fp8")
+    assert not holds(found["indexer_logits/decode"], "v_cvt_.*fp8")
