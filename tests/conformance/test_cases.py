@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +14,12 @@ from kimi_hal import formats, ops
 from kimi_hal.errors import UnknownNameError
 from kimi_hal.ops.spec import DCP
 from kimi_hal_conformance import case as cases
-from kimi_hal_conformance.cases import load
+from kimi_hal_conformance.cases import load, real_text
 from kimi_hal_conformance.cases.composites import dsa_spec
 from kimi_hal_conformance.draws import close_cut, near_ties
 from kimi_hal_conformance.poison import same_bits
 from kimi_hal_conformance.ranks import at_rank
+from kimi_hal_conformance.sparse import CannotTryError
 from kimi_hal_conformance.suite import operators_without_cases
 
 load()
@@ -95,7 +97,7 @@ def test_an_unknown_case_names_the_nearest() -> None:
         cases.get("kda_decode/tp8/rows7")
     assert str(error.value) == (
         "unknown case 'kda_decode/tp8/rows7'; did you mean 'kda_decode/tp8/rows6'? "
-        f"`kimi-hal conformance cases` prints all {len(EVERY)}"
+        f"`kimi-hal conformance list` prints all {len(EVERY)}"
     )
 
 
@@ -141,3 +143,17 @@ def test_scores_that_are_close_at_the_cut_are_found() -> None:
     )
     assert close_cut(scores.double(), 2).tolist() == [True, False, False]
     assert close_cut(scores.double(), 4).tolist() == [False, False, False]
+
+
+def test_a_case_of_real_text_is_not_run_where_the_workload_is_not_built(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    real_text.text.cache_clear()
+    case = cases.get("moe_route/real-text")
+    with pytest.raises(CannotTryError) as error:
+        case.make(cases.generator(case, 0))
+    assert str(error.value) == (
+        f"no workload file at {tmp_path}/kimi-hal/workload/activations.safetensors; "
+        "build it with: python -m kimi_hal_conformance.workload build"
+    )

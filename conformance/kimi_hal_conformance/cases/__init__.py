@@ -10,7 +10,16 @@ import importlib
 FAMILIES = ("indexer", "topk_merge", "sparse_mla", "kda", "moe", "all_gather", "composites")
 
 #: What all operators have cases of.
-THROUGHOUT = ("model_shapes", "cache_bytes", "orders", "softmax", "recurrence", "mixture", "offsets")
+THROUGHOUT = (
+    "model_shapes",
+    "real_text",
+    "cache_bytes",
+    "orders",
+    "softmax",
+    "recurrence",
+    "mixture",
+    "offsets",
+)
 
 
 def load() -> None:
