@@ -63,6 +63,8 @@ class Case:
 
 
 CASES: dict[str, Case] = {}
+#: Cases of this process that claims make (``claims``): of one implementation, part of no list.
+MADE: dict[str, Case] = {}
 
 
 def add(cases: Iterable[Case], why: Mapping[str, str] | None = None) -> None:
@@ -84,8 +86,15 @@ def _of_group(case_id: str, why: Mapping[str, str]) -> str:
     return why[max(begins, key=len)] if begins else ""
 
 
+def find(case_id: str) -> Case | None:
+    """Return a case by id, those that claims make included; ``None`` for what stands for no case."""
+    return CASES.get(case_id) or MADE.get(case_id)
+
+
 def get(case_id: str) -> Case:
-    """Return a case by id, or raise with the nearest id."""
+    """Return a case by id, those that claims make included, or raise with the nearest id."""
+    if case_id in MADE:
+        return MADE[case_id]
     if case_id not in CASES:
         hint = nearest(case_id, CASES) or "."
         raise UnknownNameError(

@@ -37,7 +37,7 @@ def cli() -> None:
 )
 @click.option(
     "--profile",
-    type=click.Choice(["interp", "quick", "standard"]),
+    type=click.Choice(["interp", "quick", "standard", "full"]),
     help="Which cases; interp where kernels are interpreted, else quick.",
 )
 @click.option("--case", "only", multiple=True, metavar="ID", help="This case alone; may be repeated.")
@@ -66,6 +66,11 @@ def cli() -> None:
     metavar="FILE",
     help="JSON of an earlier run: what passed or was refused there is kept.",
 )
+@click.option(
+    "--undeclared/--no-undeclared",
+    default=None,
+    help='Try what is not claimed, for "could be claimed"; on the host the default from the standard profile on.',
+)
 @html_option
 @compiling.compile_options
 @click.pass_context
@@ -85,6 +90,7 @@ def run(
     html: Path | None,
     waivers_path: Path | None,
     resume_path: Path | None,
+    undeclared: bool | None,
     compile_only: bool,
     targets: tuple[str, ...],
     strict: bool,
@@ -119,6 +125,7 @@ def run(
             waivers=waived,
             repeats=repeats,
             resume=resume.read(resume_path) if resume_path else None,
+            undeclared=undeclared,
         )
         compile_request = compiled.CompileRequest(
             backend, targets, implementation, only, limit, lanes, compiling.strict(strict)

@@ -16,7 +16,7 @@ from typing import IO
 
 import msgspec
 
-from kimi_hal_conformance.case import CASES
+from kimi_hal_conformance.case import get
 from kimi_hal_conformance.messages import Batch, Done, Ended, Message, Started
 from kimi_hal_conformance.verdict import CRASHED, HUNG, NOT_RUN, PASSED, Verdict
 
@@ -187,7 +187,7 @@ class Lane:
 
 def verdict(batch: Batch, case_id: str, status: str, problem: str, output: str = "") -> Verdict:
     """Return a verdict on a case that gave none itself."""
-    case = CASES[case_id]
+    case = get(case_id)
     return Verdict(
         case=case.id,
         operator=case.operator,

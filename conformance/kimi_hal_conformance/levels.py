@@ -65,7 +65,8 @@ def of(case: Case) -> int:
 
 def of_id(case_id: str) -> int:
     """Return a case's level, 0 for what is said of all cases of an operator."""
-    return of(cases.CASES[case_id]) if case_id in cases.CASES else 0
+    case = cases.find(case_id)
+    return of(case) if case else 0
 
 
 def of_promise(name: str) -> int:
@@ -115,7 +116,7 @@ def spoken(verdict: Verdict) -> dict[int, bool]:
 
     A promise that is broken says nothing against the values, which were right before it was tried.
     """
-    case, passed = cases.CASES.get(verdict.case), verdict.status == PASSED
+    case, passed = cases.find(verdict.case), verdict.status == PASSED
     if verdict.status not in RAN or case is None:
         return {}
     said = {of(case): True} | {of_promise(name): True for name in verdict.promises}

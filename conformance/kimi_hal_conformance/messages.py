@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from kimi_hal_conformance.claims.made import Made
 from kimi_hal_conformance.verdict import Verdict
 
 
@@ -23,6 +24,8 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         repeats: calls of a case that passed, beside the first, where determinism is declared.
         relations: of how many of these cases, the first ones to which they apply, relations and capture are tried.
         untimed: why nothing is timed; empty: a call of the operator is, once a case has passed.
+        made: of the cases, those that claims make.
+        undeclared: the implementation is planned whatever it claims.
     """
 
     implementation: str
@@ -34,6 +37,8 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     repeats: int = 0
     relations: int = 0
     untimed: str = ""
+    made: tuple[Made, ...] = ()
+    undeclared: bool = False
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -26,6 +26,10 @@ FILL_INTEGER = 0x5B
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+#: The attribute of an operand that is to begin so many elements past an aligned address.
+SHIFT = "kimi_hal_shift"
+
+
 class Room:
     """The buffers of one call, by name.
 
@@ -125,11 +129,16 @@ class Room:
             if value.numel()
             else 0
         )
-        dtype = str(value.dtype).removeprefix("torch.")
-        flat: Tensor = self.device.empty((reach,), dtype, guard=GUARD)
+        dtype, past = str(value.dtype).removeprefix("torch."), getattr(value, SHIFT, 0)
+        flat: Tensor = self.device.empty((past + reach,), dtype, guard=GUARD)
         if reach:
             flat.view(torch.uint8).fill_(CANARY)
-        placed = flat.as_strided(value.shape, value.stride()) if reach else flat.view(value.shape)
+            flat = flat[past:]
+        placed = (
+            flat.as_strided(value.shape, value.stride(), flat.storage_offset())
+            if reach
+            else flat[:0].view(value.shape)
+        )
         return placed.copy_(value)
 
     def problems(self, mutated: tuple[str, ...]) -> Iterator[str]:

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kimi_hal_conformance import levels, waivers
+from kimi_hal_conformance.claims import told as claims
 from kimi_hal_conformance.code import figures
 from kimi_hal_conformance.compiling import table as compiling
 from kimi_hal_conformance.schema import (
@@ -66,6 +67,8 @@ def print_report(report: Report, console: Console) -> None:
             console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
     for line in waivers.lines(report.waivers):
         console.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
+    for line in claims.lines(report.could_be_claimed):
+        console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
     style = "bold green" if report.ok else "bold red"
     console.print(summary(report), style=style, highlight=False)
 

@@ -20,6 +20,7 @@ from kimi_hal_conformance.verdict import (
     REFUSED,
     STATUSES,
     WAIVED,
+    CouldBe,
     OnTrial,
     Standing,
     Verdict,
@@ -129,6 +130,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         not_implemented: operators of the contract that the backend does not implement.
         verdicts: ``cases`` in JSON: every case of every implementation.
         waivers: all that were given, used or not.
+        could_be_claimed: what passed although it is not claimed; it counts neither for nor against anybody.
     """
 
     schema: int
@@ -140,6 +142,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     not_implemented: tuple[str, ...]
     verdicts: tuple[Verdict, ...] = msgspec.field(name="cases")
     waivers: tuple[Waiver, ...] = ()
+    could_be_claimed: tuple[CouldBe, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -161,6 +164,7 @@ def compose(
     verdicts: Sequence[Verdict],
     waivers: Sequence[Waiver] = (),
     interrupted: bool = False,
+    could_be_claimed: Sequence[CouldBe] = (),
 ) -> Report:
     """Return the report of a run: what its verdicts say of each implementation, and of all of them in a word."""
     return Report(
@@ -173,6 +177,7 @@ def compose(
         not_implemented=tuple(not_implemented),
         verdicts=tuple(verdicts),
         waivers=tuple(waivers),
+        could_be_claimed=tuple(could_be_claimed),
     )
 
 

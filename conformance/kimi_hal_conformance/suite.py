@@ -20,13 +20,17 @@ from kimi_hal.dispatch.contract import Implementation, Probe
 from kimi_hal.dispatch.loader import Loaded, candidates
 from kimi_hal.dispatch.loader import load as load_plugins
 from kimi_hal.dispatch.sources import source_hash
-from kimi_hal.errors import PluginError, unknown
+from kimi_hal.errors import PluginError, UnknownNameError, unknown
 from kimi_hal.ops.composites import part_specs
 from kimi_hal.settings import VARIABLES, Settings
 from kimi_hal_conformance import __version__, levels, resume, waivers
 from kimi_hal_conformance import case as cases
 from kimi_hal_conformance.case import FULL, INTERP, PROFILES, QUICK, STANDARD, Case
 from kimi_hal_conformance.cases import load
+from kimi_hal_conformance.claims import told as claims
+from kimi_hal_conformance.claims import unclaimed
+from kimi_hal_conformance.claims.made import is_made
+from kimi_hal_conformance.claims.walk import NO_CLAIMS, Walk
 from kimi_hal_conformance.messages import Batch
 from kimi_hal_conformance.runner import run as run_batches
 from kimi_hal_conformance.schema import Environment, Report, compose
@@ -34,6 +38,7 @@ from kimi_hal_conformance.verdict import (
     FAILED,
     NOT_RUN,
     REFUSED,
+    CouldBe,
     OnTrial,
     Verdict,
     Waiver,
@@ -73,6 +78,8 @@ class Request:
         waivers: failures that are admitted.
         repeats: calls of a case beside the first where determinism is declared; ``None``: by profile.
         resume: an earlier report, whose verdicts that still hold are kept.
+        undeclared: whether what is not claimed is tried, for "could be claimed"; ``None``: on the host, from the
+            standard profile on.
     """
 
     backend: str
@@ -86,6 +93,7 @@ class Request:
     waivers: Sequence[Waiver] = ()
     repeats: int | None = None
     resume: Report | None = None
+    undeclared: bool | None = None
 
     @property
     def chosen_repeats(self) -> int:
@@ -109,12 +117,16 @@ class Request:
 
 @dataclass(frozen=True)
 class Trial:
-    """An implementation, the cases that it is to run, and those that are left out, with the reason."""
+    """An implementation, the cases that it is to run, and those that are left out, with the reason.
+
+    ``claims`` made some of the cases.
+    """
 
     implementation: Implementation
     full_name: str
     cases: tuple[Case, ...]
     left_out: tuple[tuple[str, str], ...]
+    claims: Walk = NO_CLAIMS
 
     @property
     def key(self) -> tuple[str, str]:
@@ -138,6 +150,12 @@ def run(request: Request, progress: Callable[[Verdict], None] = lambda verdict: 
     registry = load_plugins(Settings(backend=request.backend))
     loaded, probe = registry.get(request.backend), registry.probe(request.backend)
     trials = list(on_trial(loaded, probe, request))
+    for case in filter(is_made, request.only):
+        if case not in cases.MADE:
+            raise UnknownNameError(
+                f"no implementation of {request.backend} that is on trial claims what {case!r} stands for; "
+                "run its profile again for the ids of its claims"
+            )
     recorded = tuple(on_record(t, loaded) for t in trials)  # before anything runs
     before = kept(trials, recorded, request, versions(loaded, probe))
     running = [left for t in trials if (left := without(t, before[t.key])).cases]
@@ -256,16 +274,20 @@ def on_record(trial: Trial, loaded: Loaded) -> OnTrial:
 
 def on_trial(loaded: Loaded, probe: Probe, request: Request) -> Iterator[Trial]:
     """Yield every implementation that is asked for, with its cases."""
-    named = [cases.get(case) for case in request.only]
+    named = [cases.get(case) for case in request.only if not is_made(case)]
     every = [(op, i) for op in ops.OPERATORS for i in candidates(loaded, op)]
     known = {f"{loaded.name}.{i.name}" for _, i in every}
     if request.implementation and request.implementation not in known:
         raise unknown(f"implementation of {loaded.name}", request.implementation, known)
     for operator, implementation in every:
         full_name = f"{loaded.name}.{implementation.name}"
-        mine = [c for c in named or cases.CASES.values() if c.operator == operator]
-        if request.implementation in ("", full_name) and (mine or not named):
-            yield trial(implementation, full_name, mine, loaded, probe, request)
+        everything = named if request.only else cases.CASES.values()
+        mine = [c for c in everything if c.operator == operator]
+        if request.implementation not in ("", full_name):
+            continue
+        found = trial(implementation, full_name, mine, loaded, probe, request)
+        if found.cases or found.left_out or not request.only:
+            yield found
 
 
 def trial(
@@ -279,13 +301,18 @@ def trial(
     """Sort the cases of an operator into those that run and those that are left out."""
     everything = f"{implementation.operator}/*"
     if reason := cannot_run(implementation, loaded, probe, request.execution):
-        return Trial(implementation, full_name, (), ((everything, reason),))
+        return Trial(
+            implementation, full_name, (), ((everything, reason),) if mine or not request.only else ()
+        )
     reasons = {case.id: left_out(case, implementation, loaded, request.chosen_profile) for case in mine}
+    where = claims.target(probe, request.execution, loaded.backend.torch_device == ANY_DEVICE)
+    claimed = claims.claimed(implementation, where, request.chosen_profile, request.only)
     return Trial(
         implementation,
         full_name,
-        tuple(case for case in mine if not reasons[case.id]),
+        (*(case for case in mine if not reasons[case.id]), *(cases.get(made.id) for made in claimed.made)),
         tuple((case, reason) for case, reason in reasons.items() if reason),
+        claimed,
     )
 
 
@@ -324,6 +351,7 @@ def batch(trial: Trial, loaded: Loaded, request: Request) -> Batch:
         repeats=request.chosen_repeats,
         relations=request.chosen_relations,
         untimed=untimed(loaded, request),
+        made=tuple(made for made in trial.claims.made if made.id in {case.id for case in trial.cases}),
     )
 
 
@@ -369,7 +397,8 @@ def child_environment(request: Request) -> dict[str, str]:
 def concluded(trial: Trial, answers: Sequence[Verdict], request: Request) -> Iterator[Verdict]:
     """Yield the verdicts on an implementation, with the command that replays each, and on what it claims."""
     for verdict in answers:
-        yield _with_replay(verdict, request)
+        yield _with_replay(claims.verdict(verdict, trial.claims.made), request)
+    yield from claims.beside(trial.claims, trial.implementation.operator, trial.full_name)
     for case, reason in trial.left_out:
         yield _said(trial, case, NOT_RUN, reason)
     if request.only or not trial.cases:

@@ -147,6 +147,24 @@ class Waiver(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
 
 
+class CouldBe(msgspec.Struct, frozen=True, kw_only=True):
+    """A case that an implementation passes and does not claim.
+
+    Args:
+        case: its id.
+        operator: the abstract operator.
+        implementation: full name.
+        refusals: what stands between its claims and the case.
+        spec: the fields that differ from their defaults, where a walk made the case.
+    """
+
+    case: str
+    operator: str
+    implementation: str
+    refusals: tuple[str, ...]
+    spec: str = ""
+
+
 class OnTrial(msgspec.Struct, frozen=True, kw_only=True):
     """One implementation on trial: what exactly was tested.
 
