@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from index_cases import int32
 from interpreted import device, on_device
@@ -13,6 +14,7 @@ from merge_cases import PROTOCOLS, Merged, merge, tied_rows
 from torch import Tensor
 
 import kimi_hal as hal
+from kimi_hal.errors import GroupError
 from kimi_hal.ops.spec import DCP, Limits
 from kimi_hal.ops.topk_merge import TopKMergeSpec
 from kimi_hal.parallel import candidates, ownership
@@ -254,3 +256,20 @@ def check_no_rows_send_nothing() -> None:
     for protocol in PROTOCOLS:
         got = same(torch.zeros(0, 8).bfloat16(), int32([]), 4, 2, protocol=protocol)
         assert got.sent == [0, 0]
+
+
+def check_a_rank_that_dies_at_either_message_ends_the_merge_of_the_others() -> None:
+    scores, lengths = tied_rows(2, 60, seed=3)
+    for protocol, call in (("full", 1), ("compact", 2), ("scores_only", 2)):
+        fields = {"quota": 1} if protocol == "compact" else {}
+        with pytest.raises(GroupError, match="rank 1 died"):
+            merge(
+                scores,
+                lengths,
+                8,
+                2,
+                protocol=protocol,
+                make=planned,
+                faults=Faults(dead={1: call}),
+                **fields,
+            )

@@ -17,9 +17,11 @@ from torch import Tensor
 
 from kimi_hal.dispatch.plan import plan
 from kimi_hal.errors import GroupError
+from kimi_hal.ops.all_gather import GatherSpec
 from kimi_hal.ops.kda import KDASpec
 from kimi_hal.ops.spec import DCP, Limits
 from kimi_hal.ops.topk_merge import TopKMergeSpec, TopKSpec
+from kimi_hal.parallel import ownership
 from kimi_hal.parallel.agreement import agree_dcp
 from kimi_hal.parallel.captured import Capacity
 from kimi_hal.parallel.decode import CapturedDecode
@@ -37,6 +39,7 @@ DECODE = DSACase(
 )
 KDA = KDASpec(num_heads=8, head_dim=8, scale=8**-0.5)
 TOKENS, STOP = 37, 19
+GATHERED = torch.randint(0, 256, (8 * 2 * INTERLEAVE - 3, 6), generator=torch.Generator().manual_seed(3))
 MERGED, TOPK = tied_rows(60, 150, seed=8), 16
 
 
@@ -107,6 +110,19 @@ def merges(group: Group) -> dict[str, Any]:
     return answers
 
 
+def gathers(group: Group) -> dict[str, Any]:
+    """Gather this rank's share of some rows into each layout; what is no row of its own is 77."""
+    dcp = DCP(world=group.size(), rank=group.rank(), interleave=INTERLEAVE)
+    mine = ownership.owner(torch.arange(len(GATHERED)), dcp) == dcp.rank
+    x = torch.full((8 * 2 * INTERLEAVE // dcp.world, 6), 77, dtype=torch.uint8)
+    x[: int(mine.sum())] = GATHERED[mine].to(torch.uint8)
+    answers = {}
+    for layout, total in (("rank_major", None), ("token_order", len(GATHERED)), ("last_dim", None)):
+        spec = GatherSpec(layout=layout, dtype="uint8", dcp=dcp)
+        answers[f"gather {layout}"] = plan("all_gather", spec, device="cpu", group=group).run(x, total)
+    return answers
+
+
 def recurrence(group: Group) -> dict[str, Any]:
     rank, per = group.rank(), KDA.num_heads // group.size()
     own = KDASpec(num_heads=per, head_dim=8, scale=8**-0.5)
@@ -161,7 +177,7 @@ def one_rank_of(world: int, rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
     group = TorchGroup(timeout=60)
     answers: dict[str, Any] = {}
-    for check in (prefills, decodes, merges, recurrence, errors):
+    for check in (prefills, decodes, merges, gathers, recurrence, errors):
         answers |= check(group)
     torch.save(answers, Path(folder) / f"{rank}.part")
     os.replace(Path(folder) / f"{rank}.part", Path(folder) / f"{rank}.pt")

@@ -9,7 +9,19 @@ import pytest
 import torch
 import torch.multiprocessing as processes
 from kda_cases import Layer, Rows, cuts, ids, same_bits
-from rank_process import DECODE, INTERLEAVE, KDA, LIMITS, MERGED, PREFILL, STOP, TOKENS, TOPK, one_rank_of
+from rank_process import (
+    DECODE,
+    GATHERED,
+    INTERLEAVE,
+    KDA,
+    LIMITS,
+    MERGED,
+    PREFILL,
+    STOP,
+    TOKENS,
+    TOPK,
+    one_rank_of,
+)
 
 from kimi_hal.dispatch.plan import plan
 from kimi_hal.ops.spec import DCP
@@ -42,6 +54,7 @@ def test_processes_of_gloo(world: int, tmp_path: Path) -> None:
     check_prefills(seen)
     check_decodes(seen)
     check_merges(seen)
+    check_gathers(seen)
     check_recurrence(seen)
     check_errors(seen)
 
@@ -83,6 +96,19 @@ def check_merges(seen: list[dict[str, Any]]) -> None:
         union = selection.ascending(torch.cat(parts, dim=1))
         assert union[:, :TOPK].equal(expected)
         assert (union[:, TOPK:] == -1).all()
+
+
+def check_gathers(seen: list[dict[str, Any]]) -> None:
+    whole = GATHERED.to(torch.uint8)
+    for each in seen:
+        assert each["gather token_order"].equal(whole)
+        ranks = each["gather rank_major"]
+        assert torch.cat(list(ranks), dim=1).equal(each["gather last_dim"])
+        for rank, rows in enumerate(ranks):
+            dcp = DCP(world=len(seen), rank=rank, interleave=INTERLEAVE)
+            mine = whole[ownership.owner(torch.arange(len(whole)), dcp) == rank]
+            assert rows[: len(mine)].equal(mine)
+            assert (rows[len(mine) :] == 77).all()
 
 
 def check_recurrence(seen: list[dict[str, Any]]) -> None:
