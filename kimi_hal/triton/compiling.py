@@ -20,11 +20,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kimi_hal.dispatch.contract import Compiled, Instruction, Kernel, Target
-from kimi_hal.dispatch.versions import satisfies
 from kimi_hal.errors import ToolMissingError
 
-#: Targets that older releases do not compile for.
-SINCE = {"sm_103a": ">=3.8"}
 #: What AMD's assembly says of a kernel, by our names; the first three have places of their own.
 AMDGCN = {
     "registers": "vgpr_count",
@@ -73,14 +70,8 @@ def compiled(launch: Launch, target: Target) -> Compiled:
     """Compile a launch and read its assembly and its binary.
 
     Raises:
-        ToolMissingError: this Triton is too old for the target, or its assembler is not there.
+        ToolMissingError: Triton's assembler for the target is not there.
     """
-    specifier = SINCE.get(target.named)
-    if specifier and not satisfies(triton.__version__, specifier):
-        raise ToolMissingError(
-            f"{target.name} needs Triton {specifier}, this is {triton.__version__}: "
-            f"pip install 'triton{specifier}'"
-        )
     try:
         found = triton.compile(
             source(launch),
