@@ -11,7 +11,17 @@ from kimi_hal_conformance.verdict import NOT_RUN, PASSED, REFUSED
 
 pytest.importorskip("triton", reason="Triton is not installed: its CPU interpreter cannot run")
 
-ADOPTED = {"merge_attn_states", "kda_gate", "kda_decode"}
+ADOPTED = {"merge_attn_states", "kda_gate", "kda_decode", "topk_merge", "all_gather", "dsa_decode"}
+#: Ranks that meet: a merge of each protocol, a gather of each layout, and a layer.
+RANKS = (
+    "topk_merge/full/world3-interleave4/ties",
+    "topk_merge/compact/world2-interleave1/ties",
+    "topk_merge/scores_only/world2-interleave1/special",
+    "all_gather/rank_major/bfloat16/world2-interleave1",
+    "all_gather/token_order/ragged13/world2-interleave1",
+    "all_gather/last_dim/float8_e4m3fn/world3-interleave4",
+    "dsa_decode/two-ranks/full",
+)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +46,15 @@ def test_interpreting_takes_the_small_cases_and_says_what_it_leaves_out(nvidia: 
         if v.problems == ("too large for an interpreter; the quick profile has it",)
     }
     assert "kda_decode/tp8/rows6" in large
+    assert "topk_merge/compact/world8-interleave64/ties" in large
     assert "merge_attn_states/parts8/heads96/dim512/bfloat16/rows7" in large
+
+
+def test_ranks_of_a_loopback_group_meet_in_kernels(nvidia: Report) -> None:
+    passed = {v.case for v in nvidia.verdicts if v.status == PASSED}
+    assert passed >= set(RANKS)
+    ran = {v.operator: v.implementation for v in nvidia.verdicts if v.case in RANKS}
+    assert ran["dsa_decode"] == "nvidia.composed"
 
 
 def test_a_composition_whose_parts_are_missing_says_which() -> None:
@@ -54,6 +72,8 @@ def test_other_backends_adopt_the_same_kernels(backend: str) -> None:
         "kda_gate/odd/rows9",
         "kda_decode/odd/rows6",
         "merge_attn_states/parts3/heads5/dim130/bfloat16/rows7",
+        *RANKS,
     )
     report = suite.run(suite.Request(backend, execution="interpreted", only=cases))
-    assert [v.status for v in report.verdicts] == [PASSED] * 3
+    assert [(v.case, v.problems) for v in report.verdicts if v.status != PASSED] == []
+    assert len(report.verdicts) == len(cases)
