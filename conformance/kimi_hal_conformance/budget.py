@@ -5,16 +5,18 @@ They are measured on the very operands of the case, against the float64 oracle x
 * rounding ``r``: the correctly rounded result, x rounded once to the output's dtype;
 * accumulation ``a``: the float32 reference before that rounding, and no less than x rounded to float32;
 * inner ``i``: x with the roundings that the operator's contract admits inside it made once each
-  (``roundings.py``); 0 where it admits none.
+  (``roundings.py``); 0 where it admits none;
+* class ``c``: x with the roundings of a numerics class that the implementation declares made once each
+  (``classes``), for each class by itself.
 
 A rounding counts as no less than what it is expected to cost: ``ulp / √12`` in root mean square at each entry that
 the dtype cannot hold, √3 times as much at the worst. The few entries of a small tensor may by luck be close to what
 they are rounded to. Entries that a dtype can hold cost nothing.
 
-The budget allows ``√((1.5·r)² + (10·a)² + (1.5·i)²)`` for the root mean square error and
-``2.5·r + 20·a + 2.5·i`` for the largest. A kernel that rounds its probabilities to bfloat16 measures 1.01–1.24 r
-and 1.16–1.18 r; the cheapest real fault measured 1.7 r and 3.5 r (both with bfloat16 outputs). The reference
-sums pairwise or in blocks; a kernel that sums 2,048 terms one after another errs by 7 a (measured in
+The budget allows ``√((1.5·r)² + (10·a)² + (1.5·i)² + Σ(1.5·c)²)`` for the root mean square error and
+``2.5·r + 20·a + 2.5·i + Σ2.5·c`` for the largest. A kernel that rounds its probabilities to bfloat16 measures
+1.01–1.24 r and 1.16–1.18 r; the cheapest real fault measured 1.7 r and 3.5 r (both with bfloat16 outputs).
+The reference sums pairwise or in blocks; a kernel that sums 2,048 terms one after another errs by 7 a (measured in
 ``tests/conformance/test_budget.py``), and no order is worse. No tolerance is written by hand for an operator.
 
 NaN and infinities must stand where the oracle, rounded, has them.
@@ -23,6 +25,7 @@ NaN and infinities must stand where the oracle, rounded, has them.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +36,10 @@ from kimi_hal_conformance.verdict import Measure
 ROUNDING_NORM, ROUNDING_MAX = 1.5, 2.5
 ACCUMULATION_NORM, ACCUMULATION_MAX = 10.0, 20.0
 INNER_NORM, INNER_MAX = 1.5, 2.5
+
+#: Numerics class -> the tensor with its roundings made, in each way that there is.
+Classes = Mapping[str, Sequence[Tensor]]
+NO_CLASSES: Classes = {}
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,14 @@ def rounding(exact: Tensor, dtype: torch.dtype, finite: Tensor) -> Unit:
     return Unit(norm, math.sqrt(3) * norm)
 
 
-def compare(name: str, got: Tensor, exact: Tensor, reference: Tensor, inner: Tensor | None = None) -> Measure:
+def compare(
+    name: str,
+    got: Tensor,
+    exact: Tensor,
+    reference: Tensor,
+    inner: Tensor | None = None,
+    classes: Classes = NO_CLASSES,
+) -> Measure:
     """Judge one floating-point tensor.
 
     Args:
@@ -82,6 +96,7 @@ def compare(name: str, got: Tensor, exact: Tensor, reference: Tensor, inner: Ten
         exact: the oracle's, float64.
         reference: the float32 reference's, before rounding to ``got``'s dtype.
         inner: the oracle's with the roundings made that the contract admits inside; ``None``: none.
+        classes: by numerics class, the oracle's with its roundings made, in each way that there is.
     """
     if got.shape != exact.shape:
         return wrong(name, f"shape {list(got.shape)}, expected {list(exact.shape)}")
@@ -93,7 +108,8 @@ def compare(name: str, got: Tensor, exact: Tensor, reference: Tensor, inner: Ten
     r = unit(rounded, exact, finite).no_less_than(rounding(exact, got.dtype, finite))
     a = unit(reference, exact, finite).no_less_than(rounding(exact, torch.float32, finite))
     i = NONE if inner is None else unit(inner, exact, finite)
-    limit = allowed(r, a, i)
+    by_class = {c: _costliest(ways, exact, finite) for c, ways in classes.items() if ways}
+    limit = allowed(r, a, i, *by_class.values())
     norm, maximum = _fraction(error.norm, limit.norm), _fraction(error.maximum, limit.maximum)
     over = norm > 1 or maximum > 1
     return Measure(
@@ -104,26 +120,36 @@ def compare(name: str, got: Tensor, exact: Tensor, reference: Tensor, inner: Ten
         rounding=r.norm,
         accumulation=a.norm,
         inner=i.norm,
-        problem=_beyond(error, limit, (r, a, i)) if over else "",
+        classes={c: cost.norm for c, cost in by_class.items()},
+        problem=_beyond(error, limit, {"rounding": r, "accumulation": a, "inner": i} | by_class)
+        if over
+        else "",
     )
 
 
-def _beyond(error: Unit, limit: Unit, units: tuple[Unit, Unit, Unit]) -> str:
+def _costliest(ways: Sequence[Tensor], exact: Tensor, finite: Tensor) -> Unit:
+    """Return the cost of a class: of the ways to make it, the costliest by each measure."""
+    cost = NONE
+    for way in ways:
+        cost = cost.no_less_than(unit(way, exact, finite))
+    return cost
+
+
+def _beyond(error: Unit, limit: Unit, units: Mapping[str, Unit]) -> str:
     """Say by how much an error is beyond its budget, and of what the budget was made."""
     sizes = f"error {error.norm:.3g} rms and {error.maximum:.3g} at most"
     if not limit.norm:
         return f"{sizes}, where nothing has to be rounded"
     times = f"{error.norm / limit.norm:.3g} and {error.maximum / limit.maximum:.3g} times its budget"
-    names = ("rounding", "accumulation", "inner")
-    made = ", ".join(f"{n} {u.norm:.3g}" for n, u in zip(names, units, strict=True) if u.norm)
+    made = ", ".join(f"{n} {u.norm:.3g}" for n, u in units.items() if u.norm)
     return f"{sizes} is {times} ({made})"
 
 
-def allowed(r: Unit, a: Unit, i: Unit) -> Unit:
+def allowed(r: Unit, a: Unit, *inner: Unit) -> Unit:
     """Return the budget that follows from the unavoidable errors."""
     return Unit(
-        math.hypot(ROUNDING_NORM * r.norm, ACCUMULATION_NORM * a.norm, INNER_NORM * i.norm),
-        ROUNDING_MAX * r.maximum + ACCUMULATION_MAX * a.maximum + INNER_MAX * i.maximum,
+        math.hypot(ROUNDING_NORM * r.norm, ACCUMULATION_NORM * a.norm, *(INNER_NORM * i.norm for i in inner)),
+        ROUNDING_MAX * r.maximum + ACCUMULATION_MAX * a.maximum + sum(INNER_MAX * i.maximum for i in inner),
     )
 
 

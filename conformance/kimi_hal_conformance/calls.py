@@ -16,6 +16,7 @@ from kimi_hal_conformance.forms import FormError, problems, results_of
 from kimi_hal_conformance.oracle import Answer, Question, buffers
 from kimi_hal_conformance.poison import Room
 from kimi_hal_conformance.step import metadata
+from kimi_hal_conformance.trial import PLAIN, Declared
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,13 @@ class Subject:
 class Called:
     """What came out of one call: the answer on the CPU, and what was wrong beside the values.
 
-    ``answer`` is ``None`` where the results are not of the kind that can be compared.
+    ``answer`` is ``None`` where the results are not of the kind that can be compared. ``declared`` is what the
+    plan that answered declares of them.
     """
 
     answer: Answer | None
     problems: tuple[str, ...]
+    declared: Declared = PLAIN
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,13 @@ def invoke(stage: Stage, found: Plan, placed: Mapping[str, Any]) -> Called:
         return Called(None, wrong)
     named = dict(zip((s.keyword for s in shapes), results, strict=True))
     mutated = {n: stage.room.as_given(t) for n, t in buffers(op.mutated, placed).items()}
-    return Called(Answer(_on_host(named), _on_host(mutated)), ())
+    return Called(Answer(_on_host(named), _on_host(mutated)), (), declared(found))
+
+
+def declared(found: Plan) -> Declared:
+    """Return what a plan declares of its results."""
+    properties = found.properties
+    return Declared(found.implementation.numerics, properties.writer_tie, properties.tie_rule)
 
 
 def scratch(stage: Stage, found: Plan, placed: Mapping[str, Any]) -> dict[str, Tensor]:

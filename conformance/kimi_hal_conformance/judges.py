@@ -11,10 +11,17 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from kimi_hal_conformance.budget import compare, compare_exact
-from kimi_hal_conformance.selections import by_scores, by_selected_set, by_winners, local_lengths
-from kimi_hal_conformance.trial import Trial
+from kimi_hal_conformance.budget import NO_CLASSES, Classes, compare, compare_exact
+from kimi_hal_conformance.selections import (
+    by_given_scores,
+    by_scores,
+    by_selected_set,
+    by_winners,
+    local_lengths,
+)
+from kimi_hal_conformance.trial import PLAIN, Declared, Trial
 from kimi_hal_conformance.verdict import Measure
+from kimi_hal_conformance.writers import WRITERS, by_query, by_tie
 
 Judge = Callable[[Trial], Iterator[Measure]]
 #: Buffers whose bytes only the implementation itself can read.
@@ -29,17 +36,23 @@ def by_value(trial: Trial) -> Iterator[Measure]:
         inner = getattr(trial.inner, kind) if trial.inner else {}
         for name, tensor in got.items():
             if name not in opaque:
-                yield judge_tensor(name, tensor, exact[name], reference[name], inner.get(name))
+                classes = trial.rounded(kind, name)
+                yield judge_tensor(name, tensor, exact[name], reference[name], inner.get(name), classes)
 
 
 def judge_tensor(
-    name: str, got: Tensor, exact: Tensor, reference: Tensor, inner: Tensor | None = None
+    name: str,
+    got: Tensor,
+    exact: Tensor,
+    reference: Tensor,
+    inner: Tensor | None = None,
+    classes: Classes = NO_CLASSES,
 ) -> Measure:
     """Compare one tensor by its kind; one-byte floating point is packed data and exact."""
     if got.element_size() == 1:
         return compare_exact(name, got.view(torch.uint8), exact.to(got.dtype).view(torch.uint8))
     if got.is_floating_point():
-        return compare(name, got, exact, reference, inner)
+        return compare(name, got, exact, reference, inner, classes)
     return compare_exact(name, got, exact.to(got.dtype))
 
 
@@ -58,7 +71,12 @@ def by_local_columns(trial: Trial) -> Iterator[Measure]:
     scores = [answer.outputs["out"] for answer in (trial.got, trial.exact, trial.reference)]
     width = min(s.shape[1] for s in scores)
     keys = torch.arange(width) < local_lengths(trial, width)[:, None]
-    yield compare("out", *(s[:, :width].where(keys, 0.0) for s in scores))
+    rounded = {
+        name: [s[:, :width].where(keys, 0.0) for s in ways]
+        for name, ways in trial.rounded("outputs", "out").items()
+    }
+    mine, exact, reference = (s[:, :width].where(keys, 0.0) for s in scores)
+    yield compare("out", mine, exact, reference, classes=rounded)
 
 
 def by_routes(trial: Trial) -> Iterator[Measure]:
@@ -78,11 +96,20 @@ JUDGES: Mapping[str, Judge] = {
     "indexer_logits": by_local_columns,
     "indexer_topk": by_scores,
     "moe_route": by_routes,
+    "quantize_index_query": by_query,
     "topk_merge": by_winners,
     "topk_select": by_selected_set,
 }
 
 
-def judge(operator: str) -> Judge:
-    """Return the operator's judge."""
+#: Selections that may break ties as they like.
+ANY_TIE: Mapping[str, Judge] = {"topk_select": by_given_scores, "indexer_topk": by_scores}
+
+
+def judge(operator: str, declared: Declared = PLAIN) -> Judge:
+    """Return the operator's judge for what an implementation declares."""
+    if declared.writer_tie != "even" and operator in WRITERS:
+        return by_tie
+    if declared.tie_rule != "contract" and operator in ANY_TIE:
+        return ANY_TIE[operator]
     return JUDGES.get(operator, by_value)

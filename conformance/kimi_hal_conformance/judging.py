@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from kimi_hal_conformance.calls import Called
+from kimi_hal_conformance.classes import derived
 from kimi_hal_conformance.judges import judge
 from kimi_hal_conformance.oracle import Question, answer
 from kimi_hal_conformance.roundings import inner
-from kimi_hal_conformance.trial import Trial
+from kimi_hal_conformance.trial import PLAIN, Trial
 from kimi_hal_conformance.verdict import Measure
 
 
@@ -18,13 +19,16 @@ def judged(question: Question, calls: Sequence[Called]) -> tuple[list[str], list
     """Judge each call against the oracle; return all problems, and the measures of the first."""
     exact, reference = (answer(question, dtype) for dtype in (torch.float64, torch.float32))
     rounded = inner(question)
+    declared = next((done.declared for done in calls if done.answer is not None), PLAIN)
+    classes = derived(question, declared.numerics)
     problems: list[str] = []
     kept: list[Measure] = []
     for done in calls:
         problems += done.problems
         if done.answer is None:
             continue
-        measures = list(judge(question.op.name)(Trial(question, done.answer, exact, reference, rounded)))
+        trial = Trial(question, done.answer, exact, reference, rounded, declared, classes)
+        measures = list(judge(question.op.name, declared)(trial))
         problems += [f"{m.tensor}: {m.problem}" for m in measures if m.problem]
         kept = kept or measures
     return list(dict.fromkeys(problems)), kept

@@ -118,14 +118,19 @@ def verified(question: Question, dtype: torch.dtype) -> Answer:
     return by_reference(replace(question, operands={**question.operands, "records": records}), dtype)
 
 
-def committed(question: Question, dtype: torch.dtype) -> Answer:
-    """Answer ``kda_commit`` without any record: convolve and run the accepted rows as if they were decoded."""
+def committed(
+    question: Question, dtype: torch.dtype, prefill: Callable[..., Tensor] = kda.kda_prefill
+) -> Answer:
+    """Answer ``kda_commit`` without any record: convolve and run the accepted rows as if they were decoded.
+
+    ``prefill`` runs them: the reference's, or one that makes the roundings of a numerics class.
+    """
     spec: Any = question.spec
     found: dict[str, Tensor] = {}
     for i, layer in enumerate(layers(question.operands)):
         pools = (layer["conv_state"].to(dtype), layer["state"].to(dtype))
         for name, pool in zip(
-            ("conv_states", "states"), _commit(spec, question.operands, layer, pools), strict=True
+            ("conv_states", "states"), _commit(spec, question.operands, layer, pools, prefill), strict=True
         ):
             found[f"{name}[{i}]"] = pool
     return Answer({}, found)
@@ -145,7 +150,13 @@ def layers(operands: Mapping[str, Any]) -> list[dict[str, Any]]:
 Pools = tuple[Tensor, Tensor]
 
 
-def _commit(spec: Any, operands: Mapping[str, Any], layer: Mapping[str, Any], pools: Pools) -> Pools:
+def _commit(
+    spec: Any,
+    operands: Mapping[str, Any],
+    layer: Mapping[str, Any],
+    pools: Pools,
+    prefill: Callable[..., Tensor],
+) -> Pools:
     """Return conv states and states after a commit."""
     accepted, slots = operands["accepted"], pools[1].shape[0]
     ids = layer["state_ids"]
@@ -158,13 +169,19 @@ def _commit(spec: Any, operands: Mapping[str, Any], layer: Mapping[str, Any], po
     done = tuple(pool.clone() for pool in pools)
     for targets, rows in results:
         kept = live & (rows >= 0) & (rows <= accepted) & (targets >= 0) & (targets < slots)
-        after = decoded(spec, layer, rows.where(kept, 0), pools)
+        after = decoded(spec, layer, rows.where(kept, 0), pools, prefill)
         for pool, advanced in zip(done, after, strict=True):
             pool[targets[kept].long()] = advanced[ids[kept].long()]
     return done[0], done[1]
 
 
-def decoded(spec: Any, layer: Mapping[str, Any], counts: Tensor, pools: Pools) -> Pools:
+def decoded(
+    spec: Any,
+    layer: Mapping[str, Any],
+    counts: Tensor,
+    pools: Pools,
+    prefill: Callable[..., Tensor] = kda.kda_prefill,
+) -> Pools:
     """Return copies of conv states and states in which so many rows of each sequence have been decoded."""
     conv_state, state = (pool.clone() for pool in pools)
     rows, ends = accepted_rows(layer["cu_seqlens"], counts)
@@ -172,7 +189,7 @@ def decoded(spec: Any, layer: Mapping[str, Any], counts: Tensor, pools: Pools) -
     mixed = kda.kda_conv(spec, layer["x"][rows], layer["weight"], conv_state, **common, dtype=state.dtype)
     q, k, v = mixed.bfloat16().view(rows.numel(), 3, spec.num_heads, spec.head_dim).unbind(1)
     gate = (layer["raw_g"][rows], layer["raw_beta"][rows], layer["A_log"], layer["dt_bias"])
-    kda.kda_prefill(spec, q, k, v, *gate, state, **common, dtype=state.dtype)
+    prefill(spec, q, k, v, *gate, state, **common, dtype=state.dtype)
     return conv_state, state
 
 

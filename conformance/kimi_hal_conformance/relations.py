@@ -243,7 +243,7 @@ def together(question: Question, parts: list[Called]) -> Called:
         name: torch.cat([a.outputs[name] for a in answers], dim=at[name]) for name in answers[0].outputs
     }
     problems = tuple(p for part in parts for p in part.problems)
-    return Called(Answer(outputs, answers[-1].mutated), problems)
+    return Called(Answer(outputs, answers[-1].mutated), problems, parts[-1].declared)
 
 
 def rows_at(question: Question) -> dict[str, int]:
@@ -274,7 +274,7 @@ def in_order(question: Question, found: Called, rows: list[int]) -> Called:
     index = torch.tensor(rows, dtype=torch.int64)
     at = rows_at(question)
     outputs = {name: out.index_select(at[name], index) for name, out in found.answer.outputs.items()}
-    return Called(Answer(outputs, found.answer.mutated), found.problems)
+    return Called(Answer(outputs, found.answer.mutated), found.problems, found.declared)
 
 
 def rearranges(ground: Ground) -> bool:

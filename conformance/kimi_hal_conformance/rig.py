@@ -16,7 +16,7 @@ from torch import Tensor
 from kimi_hal.dispatch.plan import Plan
 from kimi_hal.ops.operator import output_shapes
 from kimi_hal_conformance.arranged import OF_BOTH, Arranged, arrange, named
-from kimi_hal_conformance.calls import Called, Stage, Subject
+from kimi_hal_conformance.calls import Called, Stage, Subject, declared
 from kimi_hal_conformance.case import Checkpoint
 from kimi_hal_conformance.forms import FormError, problems, results_of
 from kimi_hal_conformance.oracle import Answer, Question, buffers
@@ -118,7 +118,7 @@ class Rig:
         mutated = buffers(self.question.op.mutated, self.ready.placed)
         of_both = OF_BOTH if self.question.op.name == "kda_commit" else ()
         around = tuple(self.room.problems((*self.question.op.mutated, "records", *of_both)))
-        return Called(Answer(outputs, _on_host(mutated)), around)
+        return Called(Answer(outputs, _on_host(mutated)), around, declared(self.ready.plan))
 
     def _scores(self) -> dict[str, Tensor]:
         """Return the scores of a fused selection, to which it is held: those of its test entry, on the same data."""

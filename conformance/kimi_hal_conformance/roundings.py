@@ -39,16 +39,21 @@ def experts(
     topk_ids: Tensor,
     weights: list[Tensor],
     expert_map: Tensor | None = None,
+    quantise: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> Tensor:
-    """Return ``moe_experts`` with gate, up and their activation rounded to bf16, in float64."""
+    """Return ``moe_experts`` with gate, up and their activation rounded to bf16, in float64.
+
+    ``quantise`` is made of x and of the activation besides, where a numerics class says so.
+    """
+    x = quantise(x.to(F64))
     local = moe.local_experts(spec, topk_ids, expert_map)
     fmt = formats.experts(spec.weights)
     y = torch.zeros(x.shape, dtype=F64)
     for expert in sorted(set(local[local >= 0].tolist())):
         w13, w13_scale, w2, w2_scale = (t[expert] for t in weights)
         rows, columns = (local == expert).nonzero(as_tuple=True)
-        gate, up = rounded(x[rows].to(F64) @ fmt.decode(w13, w13_scale, F64).T).chunk(2, dim=-1)
-        result = rounded(moe.activate(spec, gate, up)) @ fmt.decode(w2, w2_scale, F64).T
+        gate, up = rounded(x[rows] @ fmt.decode(w13, w13_scale, F64).T).chunk(2, dim=-1)
+        result = quantise(rounded(moe.activate(spec, gate, up))) @ fmt.decode(w2, w2_scale, F64).T
         y.index_put_((rows,), result * topk_weights[rows, columns, None], accumulate=True)
     return y
 

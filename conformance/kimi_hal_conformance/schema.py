@@ -98,6 +98,7 @@ class Tested(Standing, frozen=True, kw_only=True):
         version: of the library that it wraps, or of the plugin.
         source_hash: over its sources and version; empty where there is nothing to hash.
         numerics: the classes of rounding beyond the contract that it declares.
+        conforming: its tie rule is the contract's; else it is reached by name only.
         passed: cases that are right.
         failed: cases that failed, crashed or hung.
         waived: cases that did, as a live waiver admits.
@@ -115,6 +116,7 @@ class Tested(Standing, frozen=True, kw_only=True):
     refused: int
     not_run: int
     failures: tuple[Failure, ...]
+    conforming: bool = True
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -214,6 +216,7 @@ def _tested(about: OnTrial, verdicts: Sequence[Verdict]) -> Tested:
         version=about.version,
         source_hash=about.source_hash,
         numerics=about.numerics,
+        conforming=about.conforming,
         passed=statuses.count(PASSED),
         failed=sum(s in AGAINST for s in statuses),
         waived=statuses.count(WAIVED),

@@ -29,7 +29,7 @@ def call(question: Question, subject: Subject, given: bool) -> Called:
     found = SCRIPTS.get(question.op.name, _plain)(stage)
     subject.hooks.synchronize()
     around = stage.room.problems(question.op.mutated)
-    return Called(found.answer, (*found.problems, *around))
+    return dataclasses.replace(found, problems=(*found.problems, *around))
 
 
 def _plain(stage: Stage) -> Called:
@@ -62,7 +62,7 @@ def _topk(stage: Stage) -> Called:
         if not same_bits(result.cpu(), plain.answer.outputs[name])
     ]
     outputs = {**plain.answer.outputs, "all_scores_out": scores.cpu()}
-    return Called(Answer(outputs, plain.answer.mutated), tuple(problems))
+    return Called(Answer(outputs, plain.answer.mutated), tuple(problems), plain.declared)
 
 
 def _commit(stage: Stage) -> Called:
@@ -75,7 +75,8 @@ def _commit(stage: Stage) -> Called:
         for name in OF_BOTH:
             room.originals.pop(f"{name}[{number}]")
     found = invoke(stage, ready.plan, ready.placed)
-    return Called(found.answer, (*(f"kda_verify: {p}" for p in untouched), *found.problems))
+    problems = (*(f"kda_verify: {p}" for p in untouched), *found.problems)
+    return dataclasses.replace(found, problems=problems)
 
 
 def _prepare(stage: Stage) -> Called:

@@ -12,11 +12,15 @@ from kimi_hal import ops
 from kimi_hal.ops.indexer import IndexerSpec, IndexerTopKSpec
 from kimi_hal.ops.topk_merge import TopKSpec
 from kimi_hal.parallel import ownership
+from kimi_hal.reference import selection
 from kimi_hal.reference.topk_merge import topk_select
 from kimi_hal_conformance.budget import ACCUMULATION_MAX, ROUNDING_MAX, compare, compare_exact, wrong
 from kimi_hal_conformance.oracle import answer
 from kimi_hal_conformance.trial import Trial
 from kimi_hal_conformance.verdict import Measure
+
+#: The class by which scores are rounded to bfloat16 although the Spec says float32.
+NARROW = "logits=bf16"
 
 
 def local_lengths(trial: Trial, width: int) -> Tensor:
@@ -57,6 +61,51 @@ def same_selection(got: Tensor, expected: Tensor, ordered: bool, name: str = "ou
     yield compare_exact(name, got, expected)
 
 
+def by_given_scores(trial: Trial) -> Iterator[Measure]:
+    """Compare a selection whose ties go anywhere: its scores are those of the right one, key by key distinct.
+
+    No key that is left out then beats a selected one.
+    """
+    got, exact, operands = trial.got.outputs, trial.exact.outputs, trial.question.operands
+    mine, theirs = got["out"], exact["out"]
+    yield front_compacted("out", mine)
+    start = operands["row_start"] if "row_start" in operands else torch.zeros_like(operands["row_len"])
+    scores = operands["scores"].to(getattr(torch, trial.spec.score))
+    first = start.long().clamp(0, scores.shape[1])
+    yield compare_exact("out, how many", (mine >= 0).sum(1), (theirs >= 0).sum(1))
+    lengths = ownership.local_length(operands["row_len"].long(), ownership.of_keys(trial.spec.dcp))
+    count = torch.minimum(lengths, scores.shape[1] - first).clamp(min=0)
+    inside = (mine < count[:, None]).where(mine >= 0, True)
+    yield compare_exact("out, keys alone", inside, torch.ones_like(inside))
+    ordered = mine.sort(dim=1).values
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    yield compare_exact("out, keys twice", twice, torch.zeros_like(twice))
+    if trial.spec.ordered:
+        apart = mine.diff(dim=1)[mine[:, 1:] >= 0]
+        yield compare_exact("out, ascending", apart > 0, torch.ones_like(apart, dtype=torch.bool))
+    chosen = [_ranked(scores, first, index) for index in (mine, theirs)]
+    yield compare_exact("scores of out", *(c.sort(dim=1).values for c in chosen))
+    if trial.spec.return_selected:
+        at = mine >= 0
+        yield compare_exact(
+            "scores_out", got["scores_out"].where(at, 0), _picked(scores, first, mine).where(at, 0)
+        )
+
+
+def _picked(scores: Tensor, first: Tensor, index: Tensor) -> Tensor:
+    """Return the scores of selected positions, of anything where there is none."""
+    column = (first[:, None] + index.long().clamp(min=0)).clamp(max=max(scores.shape[1] - 1, 0))
+    if not scores.shape[1]:
+        return scores.new_zeros(index.shape)
+    return scores.gather(1, column)
+
+
+def _ranked(scores: Tensor, first: Tensor, index: Tensor) -> Tensor:
+    """Return selected scores as numbers in the contract's order: NaN below −inf, nothing below NaN."""
+    found = selection.ordinal(_picked(scores, first, index))
+    return found.long().where(index >= 0, torch.iinfo(torch.int64).min)
+
+
 def by_winners(trial: Trial) -> Iterator[Measure]:
     """Compare merged winners exactly: local ones and global ones ascend, −1 behind them."""
     for name, tensor in trial.got.outputs.items():
@@ -74,13 +123,16 @@ def by_scores(trial: Trial) -> Iterator[Measure]:
     lengths = local_lengths(trial, exact.shape[1])
     positions = as_positions(trial, got["out"])
     yield front_compacted("out", got["out"])
-    slack = score_slack(spec, exact, reference, lengths)
+    narrow = torch.bfloat16 if NARROW in trial.declared.numerics else getattr(torch, spec.score)
+    slack = score_slack(narrow, exact, reference, lengths)
     for problem in unfair(spec, positions, exact, lengths, slack):
         yield wrong("out", problem, exact=True)
     if spec.return_selected:
         at = positions.clamp(0, exact.shape[1] - 1).long()
-        chosen = (t.gather(1, at).where(positions >= 0, -torch.inf) for t in (exact, reference))
-        yield compare("scores_out", got["scores_out"], *chosen)
+        chosen = [t.gather(1, at).where(positions >= 0, -torch.inf) for t in (exact, reference)]
+        yield compare(
+            "scores_out", got["scores_out"], chosen[0], chosen[1], classes=_narrowed(trial, chosen[0])
+        )
     yield from _by_own_scores(trial, positions, exact, reference, lengths)
 
 
@@ -90,10 +142,22 @@ def _by_own_scores(
     """Hold all scores to their budget, and the selection to what it must be on them."""
     own, spec = trial.got.outputs["all_scores_out"], trial.spec
     keys = torch.arange(exact.shape[1]) < lengths[:, None]
-    yield compare("all_scores_out", *(t.where(keys, 0.0) for t in (own, exact, reference)))
+    mine, x, theirs = (t.where(keys, 0.0) for t in (own, exact, reference))
+    yield compare("all_scores_out", mine, x, theirs, classes=_narrowed(trial, x))
     select = TopKSpec(topk=spec.topk, score=spec.score, scores_dtype=spec.score, ordered=spec.ordered)
     expected, _ = topk_select(select, own, lengths.int())
-    yield from same_selection(positions, expected.int(), spec.ordered, "out, on its own scores")
+    if trial.declared.tie_rule == "contract":
+        yield from same_selection(positions, expected.int(), spec.ordered, "out, on its own scores")
+        return
+    chosen = [_ranked(own, torch.zeros_like(lengths), index) for index in (positions, expected)]
+    yield compare_exact("scores of out", *(c.sort(dim=1).values for c in chosen))
+
+
+def _narrowed(trial: Trial, exact: Tensor) -> dict[str, list[Tensor]]:
+    """Return scores as the class that rounds them to bfloat16 has them, where it is declared."""
+    if NARROW not in trial.declared.numerics:
+        return {}
+    return {NARROW: [exact.float().to(torch.bfloat16).double()]}
 
 
 def all_scores(trial: Trial, dtype: torch.dtype) -> Tensor:
@@ -104,12 +168,12 @@ def all_scores(trial: Trial, dtype: torch.dtype) -> Tensor:
     return scores
 
 
-def score_slack(spec: IndexerTopKSpec, exact: Tensor, reference: Tensor, lengths: Tensor) -> float:
+def score_slack(score: torch.dtype, exact: Tensor, reference: Tensor, lengths: Tensor) -> float:
     """Return how much worse than one left out a selected score may be: the budget of a score, twice rounded."""
     keys = (torch.arange(exact.shape[1]) < lengths[:, None]) & exact.isfinite()
     if not bool(keys.any()):
         return 0.0
-    rounding = (exact.to(getattr(torch, spec.score)).double() - exact)[keys].abs().max()
+    rounding = (exact.to(score).double() - exact)[keys].abs().max()
     drift = (reference.double() - exact)[keys].abs().max()
     return float(ROUNDING_MAX * rounding + ACCUMULATION_MAX * drift)
 

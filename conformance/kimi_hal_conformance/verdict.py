@@ -25,7 +25,8 @@ class Measure(msgspec.Struct, frozen=True, kw_only=True):
     ``norm`` and ``maximum`` are fractions of the budget, so that 1.0 is the limit for every dtype and
     operator; ``None`` where there is no finite fraction: a discrete result differs, a NaN stands elsewhere.
     ``exact`` marks a discrete comparison, whose fraction is 0 or ``None``. ``rounding``, ``accumulation`` and
-    ``inner`` are the root mean squares of the unavoidable errors from which the budget was made.
+    ``inner`` are the root mean squares of the unavoidable errors from which the budget was made, ``classes`` of
+    what each numerics class that the implementation declares costs.
     """
 
     tensor: str
@@ -35,6 +36,7 @@ class Measure(msgspec.Struct, frozen=True, kw_only=True):
     rounding: float = 0.0
     accumulation: float = 0.0
     inner: float = 0.0
+    classes: dict[str, float] = {}
     problem: str = ""
 
 
@@ -174,6 +176,7 @@ class OnTrial(msgspec.Struct, frozen=True, kw_only=True):
         version: of the library that it wraps, or of the plugin.
         source_hash: over its sources and version; empty where there is nothing to hash.
         numerics: the classes of rounding beyond the contract that it declares.
+        conforming: its tie rule is the contract's; else it is reached by name only.
     """
 
     operator: str
@@ -181,6 +184,7 @@ class OnTrial(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     source_hash: str
     numerics: tuple[str, ...] = ()
+    conforming: bool = True
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):

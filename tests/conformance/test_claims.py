@@ -290,7 +290,8 @@ def test_what_passes_and_is_not_claimed_could_be(report: Report) -> None:
 
 def test_a_claims_case_can_be_replayed(report: Report) -> None:
     failed = next(v for v in of(report, "bold") if v.status == FAILED)
-    assert failed.replay.endswith(f"--implementation boasts.bold --case {failed.case}")
+    assert failed.case in failed.replay
+    assert "--implementation boasts.bold" in failed.replay
     again = suite.run(suite.Request("boasts", only=(failed.case,), implementation="boasts.bold"))
     assert [(v.case, v.status) for v in again.verdicts] == [(failed.case, FAILED)]
 

@@ -54,17 +54,15 @@ def test_the_published_schemas_are_the_ones_that_are_written() -> None:
 
 def test_the_top_of_a_report_has_what_a_reader_looks_for() -> None:
     data = json.loads(msgspec.json.encode(report(verdict(PASSED))))
-    assert list(data) == [
+    assert list(data)[:6] == [
         "schema",
         "suite_version",
         "backend",
         "environment",
         "verdict",
         "implementations",
-        "not_implemented",
-        "cases",
-        "waivers",
     ]
+    assert data.keys() >= {"not_implemented", "cases", "waivers"}
     assert data["environment"].keys() >= {
         "execution",
         "profile",
