@@ -16,7 +16,7 @@ from kimi_hal.ops.operator import get
 from kimi_hal.settings import Settings
 
 MARKS = {"native": "●", "portable": "◐", "interpreted": "○", "compile_only": "·"}
-LEGEND = "● native  ◐ portable, anywhere  ○ interpreted, on the CPU  · compiled only"
+LEGEND = "● native  ◐ portable, anywhere  ○ interpreted, on the CPU  · compiles anywhere"
 
 
 @click.command(name="list")
@@ -37,7 +37,10 @@ def command(operator: str | None, as_json: bool) -> None:
 def matrix(registry: Registry, operators: list[str]) -> dict[str, Any]:
     """Return the matrix as JSON-ready data: operator -> backend -> implementations."""
     rows = {
-        name: {loaded.name: [describe(i) for i in available(loaded, name)] for loaded in columns(registry)}
+        name: {
+            loaded.name: [describe(loaded, i) for i in available(loaded, name)]
+            for loaded in columns(registry)
+        }
         for name in operators
     }
     failures = {name: failure.message for name, failure in sorted(registry.failures.items())}
@@ -67,11 +70,19 @@ def runs(loaded: Loaded, operator: str, execution: str) -> bool:
     return any(execution in implementation.execution for implementation in loaded.of(operator))
 
 
-def describe(implementation: Implementation) -> dict[str, Any]:
+def targets(loaded: Loaded, implementation: Implementation) -> list[str]:
+    """Return the targets that an implementation's kernels can be compiled for, without the device."""
+    claimed = {arch for c in implementation.capabilities for arch in c.arch}
+    found = [t.name for t in loaded.backend.targets if {t.arch, "*"} & claimed]
+    return found if implementation.compile else []
+
+
+def describe(loaded: Loaded, implementation: Implementation) -> dict[str, Any]:
     """Return one implementation as JSON-ready data."""
     return {
         "name": implementation.name,
         "execution": list(implementation.execution),
+        "targets": targets(loaded, implementation),
         "numerics": list(implementation.numerics),
         "capabilities": [covered(c) for c in implementation.capabilities],
     }
@@ -111,14 +122,23 @@ def print_matrix(registry: Registry, operators: list[str]) -> None:
 def cell(loaded: Loaded, operator: str) -> str:
     """Return one cell: the implementations and how each may run; ``–`` where there is none."""
     found = available(loaded, operator)
-    return "\n".join(f"{i.name} {''.join(MARKS[e] for e in i.execution)}" for i in found) or "–"
+    return "\n".join(f"{i.name} {marks(loaded, i)}" for i in found) or "–"
+
+
+def marks(loaded: Loaded, implementation: Implementation) -> str:
+    """Return how an implementation may run, and whether its code can be looked at."""
+    ways = {*implementation.execution} | ({"compile_only"} if targets(loaded, implementation) else set())
+    return "".join(mark for way, mark in MARKS.items() if way in ways)
 
 
 def print_details(registry: Registry, operator: str) -> None:
     """Print the capabilities of every implementation of one operator."""
     for backend in sorted(registry.backends):
-        for implementation in available(registry.backends[backend], operator):
+        loaded = registry.backends[backend]
+        for implementation in available(loaded, operator):
             click.echo(f"{backend}.{implementation.name}: {', '.join(implementation.execution)}")
+            if names := targets(loaded, implementation):
+                click.echo(f"  compiled for {', '.join(names)} by `kimi-hal conformance run --compile-only`")
             for capability in implementation.capabilities:
                 click.echo(f"  on {', '.join(capability.arch)}")
                 for field, domain in {**capability.spec, **capability.limits}.items():

@@ -98,6 +98,16 @@ def test_list_of_one_operator_shows_what_is_covered() -> None:
     assert "parts: 1 to 64" in out
 
 
+def test_list_says_what_can_be_compiled_without_its_device() -> None:
+    (found,) = json.loads(kimi_hal("list", "merge_attn_states", "--json").stdout)["operators"][
+        "merge_attn_states"
+    ]["amd"]
+    assert found["targets"] == ["gfx942", "gfx950"]
+    out = kimi_hal("list", "merge_attn_states").stdout
+    assert "  compiled for gfx942, gfx950 by `kimi-hal conformance run --compile-only`" in out
+    assert "triton ●○·" in kimi_hal("list").stdout
+
+
 def test_list_of_an_unknown_operator_names_the_nearest() -> None:
     done = kimi_hal("list", "sparse_mlp")
     assert done.returncode == 2
