@@ -32,7 +32,7 @@ class Case:
     """One case of one operator.
 
     Args:
-        id: ``"sparse_mla/tp8/top2048"``; stable, replayed by ``kimi-hal conformance run --case``.
+        id: ``"sparse_mla/tp8/top2048"``; stable, replayed by ``kimi-hal conformance replay``.
         operator: its name.
         spec: what is planned.
         limits: for how much.
@@ -98,7 +98,7 @@ def get(case_id: str) -> Case:
     if case_id not in CASES:
         hint = nearest(case_id, CASES) or "."
         raise UnknownNameError(
-            f"unknown case {case_id!r}{hint} `kimi-hal conformance cases` prints all {len(CASES)}"
+            f"unknown case {case_id!r}{hint} `kimi-hal conformance list` prints all {len(CASES)}"
         )
     return CASES[case_id]
 

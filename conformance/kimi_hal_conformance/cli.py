@@ -9,16 +9,13 @@ from rich.console import Console
 
 from kimi_hal.errors import KimiHalError
 from kimi_hal.settings import EXECUTIONS
+from kimi_hal_conformance.asked import PROFILE_NAMES, AskedError
 from kimi_hal_conformance.compiling import command as compiling
+from kimi_hal_conformance.diff import diff
+from kimi_hal_conformance.listing import listing
 from kimi_hal_conformance.mutants.command import prove
-from kimi_hal_conformance.show import html_option, show
-from kimi_hal_conformance.verdict import Verdict
-
-
-class AskedError(click.ClickException):
-    """Something that does not exist was asked for: exit status 2, as for a wrong option."""
-
-    exit_code = 2
+from kimi_hal_conformance.replay import replay
+from kimi_hal_conformance.show import html_option, in_a_folder, show
 
 
 @click.group()
@@ -37,7 +34,7 @@ def cli() -> None:
 )
 @click.option(
     "--profile",
-    type=click.Choice(["interp", "quick", "standard", "full"]),
+    type=click.Choice(PROFILE_NAMES),
     help="Which cases; interp where kernels are interpreted, else quick.",
 )
 @click.option("--case", "only", multiple=True, metavar="ID", help="This case alone; may be repeated.")
@@ -50,8 +47,21 @@ def cli() -> None:
 @click.option(
     "--repeats", type=click.IntRange(min=0), metavar="N", help="Calls beside the first, to compare bits."
 )
-@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write JSON here.")
-@click.option("--junitxml", type=click.Path(dir_okay=False, path_type=Path), help="Write JUnit XML here.")
+@click.option(
+    "--json",
+    "json_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    callback=in_a_folder,
+    metavar="FILE",
+    help="Write JSON here, also what an interrupted run found.",
+)
+@click.option(
+    "--junitxml",
+    type=click.Path(dir_okay=False, path_type=Path),
+    callback=in_a_folder,
+    metavar="FILE",
+    help="Write JUnit XML here.",
+)
 @click.option(
     "--waivers",
     "waivers_path",
@@ -98,17 +108,16 @@ def run(
     """Run a backend's cases, or compile its kernels for devices that are not here.
 
     Exit status: 0, something passed, and what did not is waived; 1, something did not pass, a waiver is
-    stale or not needed, or nothing ran; 2, what was asked for does not exist.
+    stale or not needed, or nothing ran; 2, what was asked for does not exist; 130, it was interrupted.
     """
     from kimi_hal_conformance import page, resume, suite, waivers
     from kimi_hal_conformance import report as output
     from kimi_hal_conformance.cases import load
     from kimi_hal_conformance.compiling import run as compiled
+    from kimi_hal_conformance.progress import Progress
+    from kimi_hal_conformance.schema import INTERRUPTED
 
     compiling.refuse(ctx, compile_only)
-    for path in filter(None, (json_path, junitxml)):
-        if not path.absolute().parent.is_dir():  # not after minutes of running
-            raise AskedError(f"cannot write {path}: there is no folder {path.parent}")
     console = Console()
     load()
     try:
@@ -130,12 +139,10 @@ def run(
         compile_request = compiled.CompileRequest(
             backend, targets, implementation, only, limit, lanes, compiling.strict(strict)
         )
-        with console.status(f"{backend}: starting") as status:
-
-            def tell(found: Verdict) -> None:
-                status.update(f"{found.implementation} {found.case}: {found.status}")
-
-            report = compiled.run(compile_request, tell) if compile_only else suite.run(request, tell)
+        with Progress(console, backend) as told:
+            report = (
+                compiled.run(compile_request, told) if compile_only else suite.run(request, told, told.begin)
+            )
     except KimiHalError as error:
         raise AskedError(str(error)) from error
     output.print_report(report, console)
@@ -145,30 +152,17 @@ def run(
         output.write_junit(report, junitxml)
     if html:
         page.write_html(report, html)
+    if report.verdict == INTERRUPTED:
+        click.echo(f"go on with --resume {json_path}" if json_path else "--json FILE would have kept it")
+        ctx.exit(130)
     ctx.exit(0 if report.ok else 1)
 
 
-@cli.command()
-@click.option("--operator", metavar="NAME", help="Of this operator alone.")
-def cases(operator: str | None) -> None:
-    """Print the ids of all cases, with the profiles that they are part of."""
-    from kimi_hal import ops
-    from kimi_hal_conformance.case import CASES, PROFILES
-    from kimi_hal_conformance.cases import load
-
-    load()
-    try:
-        wanted = None if operator is None else ops.get(operator).name
-    except KimiHalError as error:
-        raise AskedError(str(error)) from error
-    for case in CASES.values():
-        if wanted in (None, case.operator):
-            profiles = [profile for profile in PROFILES if case.runs_in(profile)]
-            click.echo(f"{case.id}  {' '.join(profiles)}")
-
-
-cli.add_command(prove)
+cli.add_command(replay)
+cli.add_command(listing)
 cli.add_command(show)
+cli.add_command(diff)
+cli.add_command(prove)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from typing import IO
 import msgspec
 
 from kimi_hal_conformance.case import get
-from kimi_hal_conformance.messages import Batch, Done, Ended, Message, Started
-from kimi_hal_conformance.verdict import CRASHED, HUNG, NOT_RUN, PASSED, Verdict
+from kimi_hal_conformance.messages import SHRINKING, Batch, Done, Ended, Message, Shrunk, Started
+from kimi_hal_conformance.verdict import AGAINST, CRASHED, FAILED, HUNG, NOT_RUN, PASSED, Verdict
 
 #: Seconds in which a worker must have imported torch and the suite, and the device's hooks answered.
 START_LIMIT = 120.0
@@ -28,6 +28,8 @@ FIRST_CASE = 60.0
 GRACE = 3.0
 #: After so many lost cases in a row the rest of an implementation's are not tried.
 LOST_IN_A_ROW = 3
+#: What is said of the input of a case whose process was lost.
+NOT_CUT = "the whole case: what ends its process is not cut down"
 #: Characters kept of what a process printed.
 OUTPUT = 4000
 
@@ -45,6 +47,7 @@ class Lane:
         self.environment = dict(environment)
         self.versions: dict[str, str] = {}
         self._worker: subprocess.Popen[bytes] | None = None
+        self._batch = 0  # the process of the batch in hand, which leads a group of its own
         self._answers = -1
         self._pending = b""
         self._log: IO[bytes] = TemporaryFile()  # noqa: SIM115 - closed by stop()
@@ -70,6 +73,9 @@ class Lane:
     def stop(self) -> None:
         """End the worker and everything that it started."""
         self._stopped = True
+        if self._batch:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._batch, signal.SIGKILL)
         self._end()
         self._log.close()
 
@@ -83,10 +89,22 @@ class Lane:
             self._worker.stdin.write(msgspec.json.encode(batch) + b"\n")
             self._worker.stdin.flush()
         left, pid, limit = deque(batch.cases), 0, START_LIMIT
+        failed: Verdict | None = None  # a smaller part of its case is being looked for
         while True:
             message = self._receive(limit)
-            if isinstance(message, Started):
+            self._batch = 0 if isinstance(message, Ended) else self._batch  # its number may be another's now
+            if failed is not None:
+                yield with_input(failed, message)
+                failed, limit = None, batch.limit
+                if message is None:
+                    self._kill(pid)
+                if message is None or (isinstance(message, Ended) and left):
+                    return  # a part that is lost says nothing of the next case
+            if isinstance(message, Shrunk):
+                mark = self._log.seek(0, os.SEEK_END)
+            elif isinstance(message, Started):
                 pid, self.versions = message.pid, self.versions | message.versions
+                self._batch = pid
                 limit = batch.limit + FIRST_CASE
             elif isinstance(message, Done):
                 left.popleft()
@@ -96,7 +114,10 @@ class Lane:
                     output = f"{self._output(mark)}\n{found.output}".strip()
                     found = msgspec.structs.replace(found, output=output[-OUTPUT:])
                 mark = self._log.seek(0, os.SEEK_END)
-                yield found
+                if found.status == FAILED:
+                    failed, limit = found, SHRINKING + 2 * found.seconds + GRACE
+                else:
+                    yield found
             else:
                 ended = message if isinstance(message, Ended) else None
                 if left:
@@ -185,6 +206,17 @@ class Lane:
         return self._log.read().decode(errors="replace").strip()
 
 
+def with_input(failed: Verdict, message: Message | None) -> Verdict:
+    """Return a failed verdict with the smallest part of its case that fails, or why none is known."""
+    if isinstance(message, Shrunk):
+        return msgspec.structs.replace(failed, smallest=message.smallest, input=message.input)
+    if message is not None and not isinstance(message, Ended):
+        return failed  # it was never run
+    lost = "was lost" if message else "gave no answer in time"
+    said = f"the whole case: the process that looked for a smaller one {lost}"
+    return msgspec.structs.replace(failed, smallest=failed.case, input=said)
+
+
 def verdict(batch: Batch, case_id: str, status: str, problem: str, output: str = "") -> Verdict:
     """Return a verdict on a case that gave none itself."""
     case = get(case_id)
@@ -197,6 +229,8 @@ def verdict(batch: Batch, case_id: str, status: str, problem: str, output: str =
         seed=batch.seed,
         fault=case.fault,
         output=output,
+        smallest=case.id if status in AGAINST else "",
+        input=NOT_CUT if status in AGAINST else "",
     )
 
 

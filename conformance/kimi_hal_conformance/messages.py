@@ -10,6 +10,9 @@ import msgspec
 from kimi_hal_conformance.claims.made import Made
 from kimi_hal_conformance.verdict import Verdict
 
+#: Seconds in which a smaller part of a failed case is looked for.
+SHRINKING = 10.0
+
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
     """Cases of one implementation, to be run one after another in a process of their own.
@@ -54,6 +57,13 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     verdict: Verdict
 
 
+class Shrunk(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The smallest part of the case just done that still fails, and what it is."""
+
+    smallest: str
+    input: str
+
+
 class Listed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The kernels that are compiled next, one after another."""
 
@@ -66,7 +76,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     code: int
 
 
-Message: TypeAlias = Started | Listed | Done | Ended
+Message: TypeAlias = Started | Listed | Done | Shrunk | Ended
 
 
 def send(answers: int, message: Message) -> None:

@@ -67,13 +67,10 @@ def print_report(report: Report, console: Console) -> None:
             console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
     for line in waivers.lines(report.waivers):
         console.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
-    for free in (found for found in report.implementations if not found.conforming):
-        line = f"{free.name} of {free.operator} does not conform to the tie rule: it is reached by name only"
-        console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
     for line in claims.lines(report.could_be_claimed):
         console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
     style = "bold green" if report.ok else "bold red"
-    console.print(summary(report), style=style, highlight=False)
+    console.print(summary(report), style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def _table(report: Report) -> Table:
@@ -112,6 +109,7 @@ def _print_problem(verdict: Verdict, console: Console) -> None:
         f"[red]{verdict.status}[/] {verdict.implementation} {escape(verdict.case)}", highlight=False
     )
     lines = [f"    {problem}" for problem in verdict.problems]
+    lines += [f"    smallest input: {verdict.smallest}: {verdict.input}"] if verdict.input else []
     lines += [f"    | {line}" for line in verdict.output.splitlines()[-SHOWN:]]
     lines += [f"    replay: {verdict.replay}"] if verdict.replay else []
     for line in lines:

@@ -1,6 +1,6 @@
 """Run batches, each in a process of its own, on several lanes at once.
 
-A crash or a hang is a verdict; the run goes on.
+A crash or a hang is a verdict; the run goes on. Ctrl-C ends what runs, and what was found until then is kept.
 """
 
 from __future__ import annotations
@@ -17,10 +17,14 @@ from kimi_hal_conformance.verdict import Verdict
 
 @dataclass(frozen=True)
 class Outcome:
-    """Verdicts by batch, in the batches' order, and the versions that the device's hooks named."""
+    """Verdicts by batch, in the batches' order, and the versions that the device's hooks named.
+
+    Where it was interrupted, batches lack the verdicts that were not there yet.
+    """
 
     verdicts: tuple[tuple[Verdict, ...], ...]
     versions: dict[str, str]
+    interrupted: bool = False
 
 
 def run(
@@ -42,24 +46,30 @@ def run(
     for lane in crew:
         idle.put(lane)
 
-    def one(batch: Batch) -> tuple[Verdict, ...]:
+    found: list[list[Verdict]] = [[] for _ in batches]
+
+    def one(number: int) -> None:
         lane = idle.get()
         try:
-            return tuple(_told(lane.run(batch), progress))
+            found[number].extend(_told(lane.run(batches[number]), progress))
         finally:
             idle.put(lane)
 
+    interrupted = False
     pool = ThreadPoolExecutor(max(1, len(crew)))
     try:
-        found = tuple(pool.map(one, batches))
-    finally:  # also on Ctrl-C: what runs is ended, what waits is dropped
+        for _ in pool.map(one, range(len(batches))):
+            pass
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:  # what runs is ended, what waits is dropped
         for lane in crew:
             lane.stop()
         pool.shutdown(cancel_futures=True)
     versions: dict[str, str] = {}
     for lane in crew:
         versions |= lane.versions
-    return Outcome(found, versions)
+    return Outcome(tuple(map(tuple, found)), versions, interrupted)
 
 
 def _told(verdicts: Iterator[Verdict], progress: Callable[[Verdict], None]) -> Iterator[Verdict]:

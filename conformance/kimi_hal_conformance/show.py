@@ -1,14 +1,18 @@
-"""``kimi-hal conformance show``, and the option that writes a page."""
+"""``kimi-hal conformance show``, and the options and arguments that name a stored report or a page."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
 
+if TYPE_CHECKING:
+    from kimi_hal_conformance.schema import Report
 
-def _in_a_folder(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
+
+def in_a_folder(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
     """Refuse a file that could not be written: not after minutes of running."""
     if path is not None and not path.absolute().parent.is_dir():
         raise click.UsageError(f"cannot write {path}: there is no folder {path.parent}", ctx)
@@ -18,27 +22,38 @@ def _in_a_folder(ctx: click.Context, param: click.Parameter, path: Path | None) 
 html_option = click.option(
     "--html",
     type=click.Path(dir_okay=False, path_type=Path),
-    callback=_in_a_folder,
+    callback=in_a_folder,
+    metavar="FILE",
     help="Write one HTML page here.",
 )
 
 
+def stored(path: Path) -> Report:
+    """Read a report that a command line names.
+
+    Raises:
+        click.UsageError: it is none, or none that this suite reads.
+    """
+    from kimi_hal_conformance.schema import read
+
+    try:
+        return read(path.read_bytes())
+    except ValueError as error:
+        raise click.UsageError(f"{path}: {error}") from error
+
+
 @click.command()
-@click.argument("stored", metavar="REPORT.json", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("report", metavar="REPORT.json", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @html_option
-def show(stored: Path, html: Path | None) -> None:
+def show(report: Path, html: Path | None) -> None:
     """Print a stored JSON report as its run did, and write it as an HTML page; nothing is run.
 
     Exit status: 0, whatever the report says; 2, it is none that this suite reads.
     """
     from kimi_hal_conformance import page
     from kimi_hal_conformance import report as output
-    from kimi_hal_conformance.schema import read
 
-    try:
-        report = read(stored.read_bytes())
-    except ValueError as error:
-        raise click.UsageError(f"{stored}: {error}") from error
-    output.print_report(report, Console())
+    found = stored(report)
+    output.print_report(found, Console())
     if html:
-        page.write_html(report, html)
+        page.write_html(found, html)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -18,9 +20,18 @@ TRIED = 32
 BEFORE = {"kda_commit": "kda_verify"}
 
 
-def smallest(case: Case, seed: int, fails: Callable[[Case], bool]) -> Case:
-    """Return this case cut down to one row or sequence that fails alone, or as it is where none does."""
-    return next((piece for piece in pieces(case, seed) if fails(piece)), case)
+def smallest(case: Case, seed: int, fails: Callable[[Case], bool], seconds: float = math.inf) -> Case:
+    """Return this case cut down to one row or sequence that fails alone, or as it is where none does.
+
+    No piece is begun after so many seconds.
+    """
+    end = time.monotonic() + seconds
+    for piece in pieces(case, seed):
+        if time.monotonic() > end:
+            break
+        if fails(piece):
+            return piece
+    return case
 
 
 def pieces(case: Case, seed: int) -> Iterator[Case]:

@@ -35,6 +35,7 @@ from kimi_hal_conformance.messages import Batch
 from kimi_hal_conformance.runner import run as run_batches
 from kimi_hal_conformance.schema import Environment, Report, compose
 from kimi_hal_conformance.verdict import (
+    AGAINST,
     FAILED,
     NOT_RUN,
     REFUSED,
@@ -134,11 +135,20 @@ class Trial:
         return self.implementation.operator, self.full_name
 
 
-def run(request: Request, progress: Callable[[Verdict], None] = lambda verdict: None) -> Report:
+def run(
+    request: Request,
+    progress: Callable[[Verdict], None] = lambda verdict: None,
+    begin: Callable[[int], None] = lambda total: None,
+) -> Report:
     """Run the chosen cases of a backend and return the report.
 
     What is left out (another execution mode, another profile) is in it as ``not_run`` with its reason:
-    nothing is skipped in silence.
+    nothing is skipped in silence. Ctrl-C ends it, and what was not reached is left out for that reason.
+
+    Args:
+        request: what is asked for.
+        progress: told each verdict when it is there, from several threads.
+        begin: told how many verdicts are to come.
 
     Raises:
         UnknownNameError: no such backend, implementation or case; the nearest is named.
@@ -146,7 +156,7 @@ def run(request: Request, progress: Callable[[Verdict], None] = lambda verdict: 
         ResumeError: the report to go on from is of other conditions.
     """
     load()
-    started, begin = datetime.now(UTC), time.perf_counter()
+    started, start = datetime.now(UTC), time.perf_counter()
     registry = load_plugins(Settings(backend=request.backend))
     loaded, probe = registry.get(request.backend), registry.probe(request.backend)
     trials = list(on_trial(loaded, probe, request))
@@ -159,6 +169,7 @@ def run(request: Request, progress: Callable[[Verdict], None] = lambda verdict: 
     recorded = tuple(on_record(t, loaded) for t in trials)  # before anything runs
     before = kept(trials, recorded, request, versions(loaded, probe))
     running = [left for t in trials if (left := without(t, before[t.key])).cases]
+    begin(sum(len(t.cases) for t in running))
     outcome = run_batches(
         [batch(t, loaded, request) for t in running],
         child_environment(request),
@@ -181,7 +192,7 @@ def run(request: Request, progress: Callable[[Verdict], None] = lambda verdict: 
         python=platform.python_version(),
         platform=platform.platform(),
         started=started.isoformat(timespec="seconds"),
-        seconds=time.perf_counter() - begin,
+        seconds=time.perf_counter() - start,
         resumed=request.resume.environment.started if request.resume else "",
     )
     return compose(
@@ -192,7 +203,8 @@ def run(request: Request, progress: Callable[[Verdict], None] = lambda verdict: 
         not_implemented=tuple(op for op in ops.OPERATORS if not candidates(loaded, op)),
         verdicts=judged,
         waivers=waived,
-        could_be_claimed=beyond(trials, verdicts, loaded, probe, request),
+        could_be_claimed=() if outcome.interrupted else beyond(trials, verdicts, loaded, probe, request),
+        interrupted=outcome.interrupted,
     )
 
 
@@ -242,9 +254,9 @@ def without(trial: Trial, known: Mapping[str, Verdict]) -> Trial:
 
 
 def joined(trial: Trial, known: Mapping[str, Verdict], answers: Sequence[Verdict]) -> list[Verdict]:
-    """Return the verdicts of a trial in its cases' order."""
+    """Return the verdicts of a trial in its cases' order; a case that an interrupted run did not reach has one too."""
     found = {**known, **{v.case: v for v in answers}}
-    return [found[c.id] for c in trial.cases]
+    return [found.get(c.id) or _said(trial, c.id, NOT_RUN, NOT_REACHED) for c in trial.cases]
 
 
 def versions(loaded: Loaded, probe: Probe) -> dict[str, str]:
@@ -269,7 +281,6 @@ def on_record(trial: Trial, loaded: Loaded) -> OnTrial:
         version=trial.implementation.version or loaded.backend.version,
         source_hash=digest,
         numerics=trial.implementation.numerics,
-        conforming=all(c.properties.tie_rule == "contract" for c in trial.implementation.capabilities),
     )
 
 
@@ -408,6 +419,9 @@ def concluded(trial: Trial, answers: Sequence[Verdict], request: Request) -> Ite
         yield _said(trial, f"{trial.implementation.operator}/*", FAILED, UNTESTED)
 
 
+NOT_REACHED = "the run was interrupted before this case"
+#: How every replay begins.
+COMMAND = "kimi-hal conformance replay"
 UNTESTED = "it refuses every case: what it claims is not tested, and no claim stands without a test"
 
 
@@ -428,17 +442,21 @@ def _with_replay(verdict: Verdict, request: Request) -> Verdict:
 
 
 def replay(verdict: Verdict, request: Request) -> str:
-    """Return the command that runs one case of one implementation again."""
+    """Return the command that runs one case of one implementation again.
+
+    How often it is repeated matters for what failed alone.
+    """
+    repeats = max(request.chosen_repeats, REPEATS_OF_NAMED) if verdict.status in AGAINST else REPEATS_OF_NAMED
     options = {
         "backend": request.backend,
         "execution": request.execution,
         "implementation": verdict.implementation,
-        "case": verdict.case,
         "seed": verdict.seed,
+        "repeats": repeats,
     }
-    defaults = {"execution": "native", "seed": 0}
-    given = {name: value for name, value in options.items() if defaults.get(name) != value}
-    return " ".join(["kimi-hal conformance run", *(f"--{name} {value}" for name, value in given.items())])
+    defaults = {"execution": "native", "seed": 0, "repeats": REPEATS_OF_NAMED}
+    given = [f"--{name} {value}" for name, value in options.items() if defaults.get(name) != value]
+    return " ".join((COMMAND, verdict.case, *given))
 
 
 def operators_without_cases() -> list[str]:

@@ -28,8 +28,10 @@ from kimi_hal_conformance.claims.bypass import claim_everything
 from kimi_hal_conformance.claims.made import case
 from kimi_hal_conformance.execute import described, run_case
 from kimi_hal_conformance.levels import SPEED
-from kimi_hal_conformance.messages import Batch, Done, Ended, Started, send
+from kimi_hal_conformance.messages import SHRINKING, Batch, Done, Ended, Shrunk, Started, send
 from kimi_hal_conformance.promises import Effort
+from kimi_hal_conformance.shrink import described as operands_of
+from kimi_hal_conformance.shrink import smallest
 from kimi_hal_conformance.speed.timing import UntimedError, timed
 from kimi_hal_conformance.verdict import FAILED, PASSED, Verdict
 
@@ -95,6 +97,25 @@ def run(batch: Batch, answers: int) -> None:
         if waiting and verdict.status == PASSED:  # once: values are right at least there
             verdict, waiting = with_speed(verdict, subject, batch.untimed), False
         send(answers, Done(verdict=verdict))
+        if verdict.status == FAILED:
+            send(answers, shrunk(verdict, subject, Effort(effort.repeats)))
+
+
+def shrunk(verdict: Verdict, subject: Subject, effort: Effort) -> Shrunk:
+    """Find the smallest part of a case that fails as well.
+
+    What raised on a device is not cut down: the context may be broken, and then everything fails.
+    """
+    whole = cases.get(verdict.case)
+    part = whole
+    if not verdict.output or subject.device == "cpu":
+        part = smallest(
+            whole,
+            verdict.seed,
+            lambda piece: run_case(piece, subject, verdict.seed, effort).status == FAILED,
+            SHRINKING,
+        )
+    return Shrunk(smallest=part.id, input=operands_of(part, verdict.seed))
 
 
 def with_speed(verdict: Verdict, subject: Subject, untimed: str) -> Verdict:

@@ -85,7 +85,7 @@ def test_a_failure_says_its_problems_and_its_replay(tmp_path: Path) -> None:
     first, problem, *rest = str(failure.text).splitlines()
     assert first == f"failed: gates.wrong {CASE}"
     assert problem.startswith("g_out: error")
-    replay = f"kimi-hal conformance run --backend gates --implementation gates.wrong --case {CASE}"
+    replay = f"kimi-hal conformance replay {CASE} --backend gates --implementation gates.wrong"
     assert rest[-1] == f"replay: {replay}"
 
 

@@ -60,7 +60,7 @@ def test_floating_point_used_its_budget_and_no_more(report: Report) -> None:
 
 def test_every_verdict_can_be_replayed(report: Report) -> None:
     ran = [v for v in report.verdicts if v.status == PASSED]
-    assert all(v.replay.startswith("kimi-hal conformance run --backend reference ") for v in ran)
+    assert all(v.replay.startswith(f"kimi-hal conformance replay {v.case} --backend reference ") for v in ran)
     assert json.loads(json.dumps(report.environment.versions)).keys() >= {
         "kimi-hal",
         "reference",

@@ -334,7 +334,7 @@ def test_what_is_not_claimed_is_refused_with_every_reason(verdicts: dict[str, Ve
 
 def test_a_verdict_is_replayed_by_its_command(verdicts: dict[str, Verdict]) -> None:
     assert verdicts["aborts"].replay == (
-        f"kimi-hal conformance run --backend acme --implementation acme.aborts --case {CASE}"
+        f"kimi-hal conformance replay {CASE} --backend acme --implementation acme.aborts"
     )
 
 

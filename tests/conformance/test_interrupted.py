@@ -1,0 +1,98 @@
+"""Ctrl-C: what was found until then is written, says so, and is gone on from."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from conformance_runs import report
+from plugin_package import installed, write
+
+from kimi_hal_conformance import suite
+from kimi_hal_conformance.cli import cli
+from kimi_hal_conformance.report import summary
+from kimi_hal_conformance.schema import INTERRUPTED, read
+from kimi_hal_conformance.verdict import NOT_RUN, PASSED
+
+CASES = ("kda_gate/tp8/rows0", "kda_gate/tp8/rows1", "kda_gate/tp8/rows9")
+#: Right, but at its last case it says that it is there and goes on for minutes.
+KERNELS = """
+import time
+from pathlib import Path
+from kimi_hal.reference.backend import build
+
+
+def patient(ctx):
+    right = build(ctx)
+
+    def run(raw_g, raw_beta, A_log, dt_bias, *, g_out=None, beta_out=None):
+        if raw_g.shape[0] == 9 and not Path("FOLDER/on").exists():
+            Path("FOLDER/there").touch()
+            time.sleep(100)
+        return right(raw_g, raw_beta, A_log, dt_bias, g_out=g_out, beta_out=beta_out)
+
+    return run
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    kernels = KERNELS.replace("FOLDER", str(tmp_path))
+    write(tmp_path, "patience", 'IMPLEMENTATIONS = (covering("kda_gate", "patient"),)', kernels)
+    with installed(tmp_path):
+        yield tmp_path
+
+
+def command(*arguments: str) -> list[str]:
+    cases = [word for case in CASES for word in ("--case", case)]
+    start = [sys.executable, "-m", "kimi_hal.cli.main", "conformance", "run", "--backend", "patience"]
+    return [*start, *cases, *arguments]
+
+
+def interrupted(folder: Path, *arguments: str) -> tuple[int, str, float]:
+    """Start a run and interrupt it in its last case; return its status, output, and seconds until its end."""
+    environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, text=True, env=environment) as run:
+        end = time.monotonic() + 90
+        while not (folder / "there").exists() and time.monotonic() < end:
+            time.sleep(0.1)
+        time.sleep(0.5)
+        run.send_signal(signal.SIGINT)
+        start = time.monotonic()
+        output = run.communicate(timeout=60)[0]
+    return run.returncode, output, time.monotonic() - start
+
+
+def test_an_interrupted_run_leaves_what_it_found_and_is_gone_on_from(folder: Path) -> None:
+    path = folder / "r.json"
+    status, output, seconds = interrupted(folder, "--json", str(path))
+    assert status == 130, output
+    assert seconds < 20
+    assert output.splitlines()[-1] == f"go on with --resume {path}"
+    found = read(path.read_bytes())
+    assert found.verdict == INTERRUPTED
+    assert not found.ok
+    assert [v.status for v in found.verdicts] == [PASSED, PASSED, NOT_RUN]
+    assert found.verdicts[2].problems == ("the run was interrupted before this case",)
+    assert "is NOT proven: the run was interrupted: 2 passed, 1 not run" in summary(found)
+    (folder / "on").touch()
+    tried: list[str] = []
+    request = suite.Request("patience", only=CASES, resume=found)
+    rest = suite.run(request, lambda v: tried.append(v.case))
+    assert tried == [CASES[2]]
+    assert rest.ok
+    assert rest.counts()[PASSED] == 3
+
+
+def test_without_a_file_it_says_how_to_keep_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suite, "run", lambda *given: report(interrupted=True))
+    result = CliRunner().invoke(cli, ["run", "--backend", "reference"])
+    assert result.exit_code == 130
+    assert result.output.splitlines()[-1] == "--json FILE would have kept it"
