@@ -67,6 +67,9 @@ def print_report(report: Report, console: Console) -> None:
             console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
     for line in waivers.lines(report.waivers):
         console.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
+    for free in (found for found in report.implementations if not found.conforming):
+        line = f"{free.name} of {free.operator} does not conform to the tie rule: it is reached by name only"
+        console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
     for line in claims.lines(report.could_be_claimed):
         console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
     style = "bold green" if report.ok else "bold red"

@@ -281,6 +281,7 @@ def on_record(trial: Trial, loaded: Loaded) -> OnTrial:
         version=trial.implementation.version or loaded.backend.version,
         source_hash=digest,
         numerics=trial.implementation.numerics,
+        conforming=all(c.properties.tie_rule == "contract" for c in trial.implementation.capabilities),
     )
 
 

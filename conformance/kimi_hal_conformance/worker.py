@@ -81,11 +81,11 @@ def run(batch: Batch, answers: int) -> None:
         return
     send(answers, Started(pid=os.getpid(), versions=versions))
     subject = Subject(batch.implementation, batch.device, hooks)
+    left, waiting = (0, False) if batch.undeclared else (batch.relations, True)
     with contextlib.suppress(KimiHalError):  # else every case says so itself
         policy.freeze()  # as an engine does: to look for plugins again costs more than a small case
         if batch.undeclared:
             claim_everything(batch.implementation)
-    left, waiting = (0, False) if batch.undeclared else (batch.relations, True)
     for case_id in batch.cases:
         signal.alarm(math.ceil(PATIENCE * batch.limit) + 60)
         claimed = case_id in cases.MADE
