@@ -26,6 +26,7 @@ from kimi_hal_conformance.verdict import (
     PASSED,
     REFUSED,
     WAIVED,
+    CouldBe,
     Measure,
     OnTrial,
     Verdict,
@@ -56,9 +57,11 @@ REPORT = report(
         FAILED,
         measures=(measure(31.0, None), measure(0.0, 0.0, "beta_out", exact=True)),
         problems=(HOSTILE,),
-        replay="kimi-hal conformance run --backend acme --case kda_gate/odd/rows9",
+        replay="kimi-hal conformance replay kda_gate/odd/rows9 --backend acme",
         output="<b>torn</b>",
         fault=13,
+        smallest="kda_gate/odd/rows9, row 2 of 9",
+        input="raw_g bfloat16[1, 5, 60]",
     ),
     said("kda_gate/odd/rows1", PASSED, "acme.slow", measures=(measure(0.5, 2e-9),)),
     said("kda_decode/tp8/rows1", CRASHED, problems=("the process ended by SIGABRT",)),
@@ -130,7 +133,7 @@ def test_the_page_loads_nothing() -> None:
 
 def test_the_page_has_every_verdict() -> None:
     for verdict in REPORT.verdicts:
-        row = rf'<code>{re.escape(verdict.case)}</code></td><td class="{verdict.status}">'
+        row = rf'<td class="id"><code>{re.escape(verdict.case)}</code></td><td class="{verdict.status}">'
         assert re.search(row, PAGE), verdict.case
     assert PAGE.count('</code></td><td class="') == len(REPORT.verdicts)
     assert summary(REPORT) in PAGE
@@ -146,9 +149,36 @@ def test_what_a_report_says_is_escaped() -> None:
 def test_a_failure_stands_with_its_problem_replay_and_class() -> None:
     (article,) = re.findall(r"<article>(?:(?!</article>).)*rows9.*?</article>", PAGE, re.DOTALL)
     assert "<li>expected &lt;script" in article
-    assert "Replay: <code>kimi-hal conformance run --backend acme --case kda_gate/odd/rows9</code>" in article
+    assert "Replay: <code>kimi-hal conformance replay kda_gate/odd/rows9 --backend acme</code>" in article
     assert "fault class 13 of docs/faults.md" in article
+    assert "<code>kda_gate/odd/rows9, row 2 of 9</code>: <code>raw_g bfloat16[1, 5, 60]</code>" in article
     assert PAGE.count("<article>") == 3
+
+
+def test_each_implementation_has_its_level_and_what_stops_it() -> None:
+    (row,) = re.findall(r"<tr><th>kda_gate</th><td>acme.fast</td>.*?</tr>", PAGE, re.DOTALL)
+    assert '<td class="number">0</td>' in row
+    assert len(re.findall(r'<span class="step \w+" title="', row)) == 6
+    assert '<td class="wide">level 1, correct: ' in row
+
+
+def test_what_could_be_claimed_stands_apart() -> None:
+    found = CouldBe(
+        case="kda_gate/odd/rows1",
+        operator="kda_gate",
+        implementation="acme.fast",
+        refusals=("head_dim=60 is not 64 or 128",),
+    )
+    page = render(report(said("kda_gate/tp8/rows1", PASSED), could_be_claimed=(found,)))
+    assert parsed(page).open == []
+    assert '<a href="#claimable">could be claimed</a>' in page
+    assert '<td class="wide">head_dim=60 is not 64 or 128</td>' in page
+    assert "claimable" not in PAGE
+
+
+def test_the_page_is_for_light_and_dark_screens() -> None:
+    assert "color-scheme: light dark" in PAGE
+    assert "prefers-color-scheme: dark" in PAGE
 
 
 def test_the_matrix_has_each_operator_by_each_implementation() -> None:
@@ -158,8 +188,8 @@ def test_the_matrix_has_each_operator_by_each_implementation() -> None:
         ["kda_decode", "failed 1 crashed, 1 hung", "–"],
         ["dsa_decode", "refused 1 refused", "–"],
         ["moe_route", "not run 1 not run", "–"],
-        ["all_gather", "not implemented"],
     ]
+    assert '<p class="none" id="missing">Not implemented: all_gather.</p>' in PAGE
 
 
 def test_device_driver_and_library_versions_stand_in_it() -> None:
@@ -266,10 +296,10 @@ def test_a_folder_that_does_not_exist_is_status_2(tmp_path: Path) -> None:
 
 def test_a_run_writes_the_page(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
-    given = ["--backend", "tpu", "--execution", "interpreted", "--html", str(path)]
+    given = ["--backend", "reference", "--case", "kda_gate/tp8/rows0", "--html", str(path)]
     result = CliRunner().invoke(cli, ["run", *given])
-    assert result.exit_code == 1, result.output
-    assert "is NOT proven: nothing ran" in path.read_text(encoding="utf-8")
+    assert result.exit_code == 0, result.output
+    assert "conforms: 1 passed" in path.read_text(encoding="utf-8")
 
 
 def test_a_page_is_written_as_it_is_rendered(tmp_path: Path) -> None:
