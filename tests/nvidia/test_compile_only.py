@@ -32,6 +32,8 @@ def test_every_family_with_kernels_is_there_with_its_figures(report: Report, tar
         "indexer_logits",
         "indexer_topk",
         "topk_select",
+        "topk_merge",
+        "all_gather",
         "store_latent",
         "sparse_mla",
         "merge_attn_states",
