@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from kimi_hal import ops
 from kimi_hal.errors import SelectionError
+from kimi_hal_conformance import oracle_device
 from kimi_hal_conformance.calls import Called, Subject
 from kimi_hal_conformance.case import Case, generator
 from kimi_hal_conformance.judging import judged
@@ -91,7 +92,8 @@ def try_case(case: Case, subject: Subject, seed: int) -> tuple[list[str], list[M
     operands = case.make(generator(case, seed))
     op = ops.get(case.operator)
     if not case.ranks:
-        question = Question(op, case.spec, case.limits, operands, sparse=case.sparse)
+        oracle = oracle_device.place(subject.device)
+        question = Question(op, case.spec, case.limits, operands, sparse=case.sparse, oracle=oracle)
         return judged(question, called(question, subject))
     asked = questions(case, operands)
     calls = on_ranks(asked, lambda q: called(q, subject))

@@ -10,6 +10,7 @@ from kimi_hal_conformance.calls import Called
 from kimi_hal_conformance.classes import derived
 from kimi_hal_conformance.judges import judge
 from kimi_hal_conformance.oracle import Question, answer
+from kimi_hal_conformance.oracle_device import disagreement
 from kimi_hal_conformance.roundings import inner
 from kimi_hal_conformance.trial import PLAIN, Trial
 from kimi_hal_conformance.verdict import Measure
@@ -17,11 +18,12 @@ from kimi_hal_conformance.verdict import Measure
 
 def judged(question: Question, calls: Sequence[Called]) -> tuple[list[str], list[Measure]]:
     """Judge each call against the oracle; return all problems, and the measures of the first."""
+    told = disagreement(question)
     exact, reference = (answer(question, dtype) for dtype in (torch.float64, torch.float32))
     rounded = inner(question)
     declared = next((done.declared for done in calls if done.answer is not None), PLAIN)
     classes = derived(question, declared.numerics)
-    problems: list[str] = []
+    problems = told
     kept: list[Measure] = []
     for done in calls:
         problems += done.problems

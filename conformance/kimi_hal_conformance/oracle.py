@@ -20,6 +20,11 @@ from kimi_hal.reference.weights import weights
 from kimi_hal_conformance.case import Checkpoint
 from kimi_hal_conformance.sparse import Sparse
 
+#: Where operands are, and where the oracle runs unless its question says otherwise.
+HOST = "cpu"
+#: Operators whose oracle makes tensors of its own, on the host.
+ON_HOST = ("kda_commit", "kda_verify")
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -40,6 +45,7 @@ class Question:
         operands: by name.
         group: the ranks, or ``None``.
         sparse: operands and outputs that stand in far larger buffers on trial.
+        oracle: the device on which the oracle runs (``oracle_device.py``); operands and answers stay on the host.
     """
 
     op: Operator
@@ -48,6 +54,7 @@ class Question:
     operands: Mapping[str, Any]
     group: Any = None
     sparse: Mapping[str, Sparse] = field(default_factory=dict)
+    oracle: str = HOST
 
     def use(self) -> Question:
         """Return the call of ``moe_experts`` that tells whether prepared weights are right.
@@ -66,7 +73,23 @@ def answer(question: Question, dtype: torch.dtype) -> Answer:
     Floating-point buffers that the call mutates are held in ``dtype`` too, so that a state's own rounding
     is not part of the answer.
     """
-    return ORACLES.get(question.op.name, by_reference)(question, dtype)
+    ask = ORACLES.get(question.op.name, by_reference)
+    if question.oracle == HOST or question.op.name in ON_HOST or question.group is not None:
+        return ask(question, dtype)
+    there = replace(question, operands=moved(question.operands, question.oracle), oracle=HOST)
+    found = ask(there, dtype)
+    return Answer(moved(found.outputs, HOST), moved(found.mutated, HOST))
+
+
+def moved(value: Any, device: str) -> Any:
+    """Return tensors, also those in mappings and lists, on a device; others as they are."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Checkpoint):
+        return Checkpoint({name: moved(own, device) for name, own in value.items()})
+    if isinstance(value, Mapping):
+        return {name: moved(own, device) for name, own in value.items()}
+    return [moved(own, device) for own in value] if isinstance(value, list) else value
 
 
 def by_reference(question: Question, dtype: torch.dtype) -> Answer:

@@ -157,3 +157,16 @@ def test_a_case_of_real_text_is_not_run_where_the_workload_is_not_built(
         f"no workload file at {tmp_path}/kimi-hal/workload/activations.safetensors; "
         "build it with: python -m kimi_hal_conformance.workload build"
     )
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in EVERY if c.operator.startswith("kda_") and c.runs_in("quick")], ids=lambda c: c.id
+)
+def test_no_two_live_sequences_of_a_case_name_one_slot(case: cases.Case) -> None:
+    given = case.make(cases.generator(case, 0))
+    if "state_ids" not in given:  # kda_gate
+        return
+    ids = given["state_ids"]
+    rows = given["cu_seqlens"].diff() if "cu_seqlens" in given else torch.ones_like(ids)
+    live = ids[(rows > 0) & (ids >= 0)].tolist()
+    assert len(live) == len(set(live))

@@ -12,7 +12,7 @@ from torch import Tensor
 from kimi_hal import formats
 from kimi_hal.ops.moe import MoESpec, RouteSpec
 from kimi_hal.ops.spec import Limits
-from kimi_hal_conformance.case import INTERP, QUICK, Case, Checkpoint, Make, Operands, add
+from kimi_hal_conformance.case import INTERP, QUICK, STANDARD, Case, Checkpoint, Make, Operands, add
 from kimi_hal_conformance.draws import ints, normal
 
 LIMITS = Limits(max_rows=256, max_reqs=256)
@@ -124,7 +124,12 @@ def cases() -> Iterator[Case]:
     }
     for label, spec in specs.items():
         for rows in (0, 1, 9):
-            yield mixed(f"{label}/rows{rows}", spec, rows, since=INTERP if label != "wide" else QUICK)
+            yield mixed(
+                f"{label}/rows{rows}",
+                spec,
+                rows,
+                since=INTERP if label != "wide" else QUICK if rows == 9 else STANDARD,
+            )
     yield mixed("small/one-expert", specs["small"], 8, only=(1,), since=INTERP, fault=16)
     yield mixed("ep-offset/none-here", specs["ep-offset"], 6, only=(0, 1, 2), since=INTERP, fault=16)
     for label in ("small", "ep-offset"):

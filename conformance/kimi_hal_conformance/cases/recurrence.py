@@ -56,7 +56,7 @@ def padded_sequences(make: Make, live: Sequence[bool]) -> Make:
         rows = torch.zeros(operands["x" if "x" in operands else "q"].shape[0], dtype=torch.bool)
         for n, used in enumerate(live):
             rows[ends[n] : ends[n + 1]] = used
-        operands["state_ids"] = column([3 * n % SLOTS if used else -1 for n, used in enumerate(live)])
+        operands["state_ids"] = column([4 * n % SLOTS if used else -1 for n, used in enumerate(live)])
         for name in OF_ROWS:
             if name in operands:
                 operands[name] = operands[name].clone()
@@ -143,8 +143,8 @@ def cases() -> Iterator[Case]:
     tiny = KDASpec(num_heads=1, head_dim=4)
     yield case("kda_decode/ramp-state", tiny, ramp(tiny), 13)
     for operator, make in {
-        "kda_prefill": prefill_operands(SMALL, (5, 3, 0, 2, 1)),
-        "kda_conv": conv_operands(SMALL, (5, 3, 0, 2, 1)),
+        "kda_prefill": prefill_operands(SMALL, (5, 3, 2, 1)),
+        "kda_conv": conv_operands(SMALL, (5, 3, 2, 1)),
     }.items():
         yield case(f"{operator}/broken-fresh-slots", SMALL, broken_slots(make), 10)
     yield case("kda_decode/broken-slots", SMALL, broken_slots(decode_operands(SMALL, 3)), 10)
