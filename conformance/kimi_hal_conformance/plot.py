@@ -9,7 +9,7 @@ from dataclasses import dataclass
 #: The axis, in decades: from what nobody needs told apart to what no budget comes near.
 LOWEST, HIGHEST = -4, 2
 #: Pixels: of the labels' column, of the axis, of a row, of the ticks' line above the rows.
-LABELS, AXIS, ROW, HEAD = 400.0, 520.0, 20.0, 22.0
+LABELS, AXIS, ROW, HEAD = 280.0, 520.0, 20.0, 22.0
 
 
 @dataclass(frozen=True)
