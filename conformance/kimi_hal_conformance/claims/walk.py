@@ -80,7 +80,9 @@ def walk(implementation: Implementation, target: Target, profile: str) -> Walk:
 
 
 def chosen(space: Space, strength: int) -> tuple[list[Row], dict[str, str]]:
-    """Return the rows of one capability, and what is left out of it."""
+    """Return the rows of one capability, and what is left out of it; none where a field has no value that fits."""
+    if not all(space.values.values()):
+        return [], dict(space.cut)
     found = covering(space.values, strength or 2, space.settled, space.leading)
     said = dict(space.cut)
     if found.left_out:
