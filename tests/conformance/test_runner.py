@@ -26,7 +26,8 @@ OTHERS = [
 IMPLEMENTATIONS = """
 FAULTS = (
     "right prints aborts segfaults exits leaves hangs raises build_raises misses other_signature ignores_out "
-    "view wrong_dtype wrong_shape one_result a_list no_tensor past_end before_start modifies forgets fragile"
+    "view wrong_dtype wrong_device wrong_shape one_result a_list no_tensor "
+    "past_end before_start modifies forgets fragile brittle"
 ).split()
 IMPLEMENTATIONS = (
     *(covering("merge_attn_states", name) for name in FAULTS),
@@ -35,6 +36,7 @@ IMPLEMENTATIONS = (
         "narrow",
         capabilities=(Capability(("*",), {"num_heads": Range(1, 4), "parts": OneOf((2,))}),),
     ),
+    covering("merge_attn_states", "elsewhere", capabilities=(Capability(("acme9",), {}),)),
 )
 """
 
@@ -132,6 +134,12 @@ def wrong_dtype(right, outs, lses, out, lse_out):
 
 
 @fault
+def wrong_device(right, outs, lses, out, lse_out):
+    result, lse = call(right, outs, lses, out, lse_out)
+    return (result if out is not None else result.to("meta")), lse
+
+
+@fault
 def wrong_shape(right, outs, lses, out, lse_out):
     result, lse = call(right, outs, lses, out, lse_out)
     return result, (lse if lse_out is not None else lse.flatten())
@@ -192,8 +200,16 @@ def fragile(right, outs, lses, out, lse_out):
     return call(right, outs, lses, out, lse_out)
 
 
+@fault
+def brittle(right, outs, lses, out, lse_out):
+    if outs.shape[1] == 1:
+        os.abort()
+    result, lse = call(right, outs, lses, out, lse_out)
+    return result.mul_(1.01), lse
+
+
 right = reference
-narrow = reference
+narrow = elsewhere = reference
 """
 
 
@@ -217,7 +233,7 @@ def verdicts(report: Report) -> dict[str, Verdict]:
 
 
 def test_every_implementation_has_its_verdict(report: Report) -> None:
-    assert len(report.verdicts) == 24
+    assert len(report.verdicts) == 27
     assert {v.case for v in report.verdicts} == {CASE}
     assert not report.ok
 
@@ -230,7 +246,7 @@ def test_the_report_says_who_was_tested_and_where(report: Report) -> None:
     assert "sparse_mla" in report.not_implemented
     assert "merge_attn_states" not in report.not_implemented
     assert report.environment.profile == "cases"
-    assert len(report.implementations) == 24
+    assert len(report.implementations) == 27
     assert report.implementations[0].version == "1.0"
     assert len(report.implementations[0].source_hash) == 64
 
@@ -287,6 +303,10 @@ def test_a_hang_is_ended_and_shows_its_stack(verdicts: dict[str, Verdict]) -> No
             "wrong_dtype",
             ("without out=, it is float64 [7, 5, 130] on cpu, expected float32 [7, 5, 130] on cpu",),
         ),
+        (
+            "wrong_device",
+            ("without out=, it is float32 [7, 5, 130] on meta, expected float32 [7, 5, 130] on cpu",),
+        ),
         ("wrong_shape", ("without lse_out=, it is float32 [35] on cpu, expected float32 [7, 5] on cpu",)),
         ("view", ("without out=, it shares memory with outs", "outs was modified")),
         ("past_end", ("memory around out was written",)),
@@ -338,6 +358,20 @@ def test_a_verdict_is_replayed_by_its_command(verdicts: dict[str, Verdict]) -> N
     )
 
 
+def test_a_failure_is_cut_down_to_a_row_and_what_is_lost_is_not(verdicts: dict[str, Verdict]) -> None:
+    assert verdicts["ignores_out"].smallest == f"{CASE}, row 0 of 7"
+    assert verdicts["ignores_out"].input == "outs float32[3, 1, 5, 130], lses float32[3, 1, 5]"
+    assert verdicts["aborts"].smallest == CASE
+    assert verdicts["aborts"].input == "the whole case: what ends its process is not cut down"
+    assert (verdicts["right"].smallest, verdicts["right"].input) == ("", "")
+
+
+def test_a_part_that_ends_the_process_leaves_the_verdict_and_the_next_case() -> None:
+    found = suite.run(suite.Request("acme", only=[CASE, OTHERS[2]], implementation="acme.brittle"))
+    assert [v.status for v in found.verdicts] == [FAILED, CRASHED]
+    assert found.verdicts[0].input == ("the whole case: the process that looked for a smaller one was lost")
+
+
 def test_the_run_goes_on_after_a_crash() -> None:
     found = suite.run(suite.Request("acme", only=OTHERS, implementation="acme.fragile", seed=7))
     assert [v.status for v in found.verdicts] == [CRASHED, PASSED, CRASHED, PASSED]
@@ -352,7 +386,7 @@ def test_after_three_lost_cases_the_rest_is_not_tried() -> None:
 
 
 def test_an_implementation_that_refuses_every_case_does_not_conform() -> None:
-    found = suite.run(suite.Request("acme", profile="interp", implementation="acme.narrow"))
+    found = suite.run(suite.Request("acme", profile="interp", implementation="acme.elsewhere"))
     last = found.verdicts[-1]
     assert (last.case, last.status) == ("merge_attn_states/*", FAILED)
     assert last.problems == (
