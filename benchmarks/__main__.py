@@ -9,8 +9,8 @@ import sys
 
 import benchmarks
 
-#: Need a device or a group of machines; run by name.
-BY_NAME_ONLY: frozenset[str] = frozenset({"indexer", "sparse_mla"})
+#: Need a device, a group of machines or hours; run by name.
+BY_NAME_ONLY: frozenset[str] = frozenset({"false_alarms", "indexer", "sparse_mla"})
 
 
 def names() -> list[str]:

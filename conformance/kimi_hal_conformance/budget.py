@@ -3,7 +3,9 @@
 They are measured on the very operands of the case, against the float64 oracle x:
 
 * rounding ``r``: the correctly rounded result, x rounded once to the output's dtype;
-* accumulation ``a``: the float32 reference before that rounding, and no less than x rounded to float32;
+* accumulation ``a``: the float32 reference before that rounding, and no less than one rounding to float32 of
+  every entry but 0, whether float32 can hold it or not: what is computed on the way need not be what it holds. Where
+  kernels compute otherwise than the reference by nature (a prefill by chunks), the other way in float32 counts too;
 * inner ``i``: x with the roundings that the operator's contract admits inside it made once each
   (``roundings.py``); 0 where it admits none;
 * class ``c``: x with the roundings of a numerics class that the implementation declares made once each
@@ -67,15 +69,19 @@ def unit(approximate: Tensor, exact: Tensor, finite: Tensor) -> Unit:
     return Unit(float(error.square().mean().sqrt()), float(error.abs().max()))
 
 
-def rounding(exact: Tensor, dtype: torch.dtype, finite: Tensor) -> Unit:
-    """Return what one rounding of the finite entries to a dtype is expected to cost."""
+def rounding(exact: Tensor, dtype: torch.dtype, finite: Tensor, representable: bool = True) -> Unit:
+    """Return what one rounding of the finite entries to a dtype is expected to cost.
+
+    Entries that the dtype can hold cost nothing; where not ``representable`` is asked for, 0 alone does.
+    """
     if not finite.any():
         return NONE
     info = torch.finfo(dtype)
     values = torch.where(finite, exact, 0.0)
     ulp = torch.ldexp(torch.full_like(values, info.eps / 2), values.frexp().exponent)
     ulp = ulp.clamp(min=info.smallest_normal * info.eps)
-    ulp = torch.where(values.to(dtype).double() == values, 0.0, ulp)
+    free = values.to(dtype).double() == values if representable else values == 0
+    ulp = torch.where(free, 0.0, ulp)
     norm = float((ulp.square().sum() / finite.sum() / 12).sqrt())
     return Unit(norm, math.sqrt(3) * norm)
 
@@ -87,6 +93,7 @@ def compare(
     reference: Tensor,
     inner: Tensor | None = None,
     classes: Classes = NO_CLASSES,
+    others: Sequence[Tensor] = (),
 ) -> Measure:
     """Judge one floating-point tensor.
 
@@ -97,6 +104,7 @@ def compare(
         reference: the float32 reference's, before rounding to ``got``'s dtype.
         inner: the oracle's with the roundings made that the contract admits inside; ``None``: none.
         classes: by numerics class, the oracle's with its roundings made, in each way that there is.
+        others: the result by other float32 formulas of the same function, where kernels use them.
     """
     if got.shape != exact.shape:
         return wrong(name, f"shape {list(got.shape)}, expected {list(exact.shape)}")
@@ -106,7 +114,8 @@ def compare(
     finite = torch.isfinite(rounded)
     error = unit(got, exact, finite)
     r = unit(rounded, exact, finite).no_less_than(rounding(exact, got.dtype, finite))
-    a = unit(reference, exact, finite).no_less_than(rounding(exact, torch.float32, finite))
+    a = _costliest((reference, *others), exact, finite)
+    a = a.no_less_than(rounding(exact, torch.float32, finite, representable=False))
     i = NONE if inner is None else unit(inner, exact, finite)
     by_class = {c: _costliest(ways, exact, finite) for c, ways in classes.items() if ways}
     limit = allowed(r, a, i, *by_class.values())
@@ -128,7 +137,7 @@ def compare(
 
 
 def _costliest(ways: Sequence[Tensor], exact: Tensor, finite: Tensor) -> Unit:
-    """Return the cost of a class: of the ways to make it, the costliest by each measure."""
+    """Return the cost of what can be computed in several ways: of these the costliest, by each measure."""
     cost = NONE
     for way in ways:
         cost = cost.no_less_than(unit(way, exact, finite))

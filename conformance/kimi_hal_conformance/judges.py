@@ -6,7 +6,7 @@ implementation computes with other rounding, has a judge of its own (``selection
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -37,7 +37,10 @@ def by_value(trial: Trial) -> Iterator[Measure]:
         for name, tensor in got.items():
             if name not in opaque:
                 classes = trial.rounded(kind, name)
-                yield judge_tensor(name, tensor, exact[name], reference[name], inner.get(name), classes)
+                others = [getattr(other, kind)[name] for other in trial.others]
+                yield judge_tensor(
+                    name, tensor, exact[name], reference[name], inner.get(name), classes, others
+                )
 
 
 def judge_tensor(
@@ -47,12 +50,13 @@ def judge_tensor(
     reference: Tensor,
     inner: Tensor | None = None,
     classes: Classes = NO_CLASSES,
+    others: Sequence[Tensor] = (),
 ) -> Measure:
     """Compare one tensor by its kind; one-byte floating point is packed data and exact."""
     if got.element_size() == 1:
         return compare_exact(name, got.view(torch.uint8), exact.to(got.dtype).view(torch.uint8))
     if got.is_floating_point():
-        return compare(name, got, exact, reference, inner, classes)
+        return compare(name, got, exact, reference, inner, classes, others)
     return compare_exact(name, got, exact.to(got.dtype))
 
 

@@ -8,6 +8,7 @@ import torch
 
 from kimi_hal_conformance.calls import Called
 from kimi_hal_conformance.classes import derived
+from kimi_hal_conformance.formulas import others
 from kimi_hal_conformance.judges import judge
 from kimi_hal_conformance.oracle import Question, answer
 from kimi_hal_conformance.oracle_device import disagreement
@@ -23,13 +24,14 @@ def judged(question: Question, calls: Sequence[Called]) -> tuple[list[str], list
     rounded = inner(question)
     declared = next((done.declared for done in calls if done.answer is not None), PLAIN)
     classes = derived(question, declared.numerics)
+    ways = others(question)
     problems = told
     kept: list[Measure] = []
     for done in calls:
         problems += done.problems
         if done.answer is None:
             continue
-        trial = Trial(question, done.answer, exact, reference, rounded, declared, classes)
+        trial = Trial(question, done.answer, exact, reference, rounded, declared, classes, ways)
         measures = list(judge(question.op.name, declared)(trial))
         problems += [f"{m.tensor}: {m.problem}" for m in measures if m.problem]
         kept = kept or measures

@@ -41,6 +41,7 @@ class Trial:
         inner: the oracle's with the roundings that the contract admits inside, or ``None``.
         declared: what the implementation declares.
         classes: the oracle's with the roundings of each declared numerics class, made in one way or several.
+        others: by other float32 formulas of the same function, where kernels use them (``formulas.py``).
     """
 
     question: Question
@@ -50,6 +51,7 @@ class Trial:
     inner: Answer | None = None
     declared: Declared = PLAIN
     classes: Mapping[str, Sequence[Answer]] = field(default_factory=dict)
+    others: Sequence[Answer] = ()
 
     @property
     def spec(self) -> Any:

@@ -68,12 +68,32 @@ def test_an_infinity_that_rounding_makes_is_expected() -> None:
     assert not compare("out", x.float(), x, x.float()).problem
 
 
-def test_an_exact_result_has_no_room() -> None:
+def test_a_result_that_bf16_can_hold_has_no_room_in_bf16() -> None:
     x = torch.tensor([1.0, 2.0], dtype=torch.float64)
-    measure = compare("out", torch.tensor([1.0, 2.0000002]), x, x.float())
+    assert not compare("out", x.bfloat16(), x, x.float()).problem
+    assert compare("out", torch.tensor([1.0, 2.015625]).bfloat16(), x, x.float()).problem
+
+
+def test_what_float32_can_hold_may_have_been_computed_with_a_last_bit() -> None:
+    """s · (1 / s) is not always 1: a kernel that multiplies by a reciprocal is as good as one that divides."""
+    x = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    assert not compare("out", torch.tensor([1.0, 2.0000002]), x, x.float()).problem
+    assert compare("out", torch.tensor([1.0, 2.00001]), x, x.float()).problem
+
+
+def test_zero_has_no_room() -> None:
+    x = torch.zeros(2, dtype=torch.float64)
+    measure = compare("out", torch.tensor([0.0, 1e-30]), x, x.float())
     assert measure.norm is None
     assert measure.maximum is None
-    assert measure.problem == "error 1.69e-07 rms and 2.38e-07 at most, where nothing has to be rounded"
+    assert measure.problem == "error 7.07e-31 rms and 1e-30 at most, where nothing has to be rounded"
+
+
+def test_another_formula_of_a_kernel_counts_as_accumulation() -> None:
+    x = exact(64)
+    other = (x * (1 + 1e-5)).float()
+    assert compare("out", other, x, x.float()).problem
+    assert not compare("out", other, x, x.float(), others=[other]).problem
 
 
 def test_admitted_roundings_inside_widen_the_budget() -> None:

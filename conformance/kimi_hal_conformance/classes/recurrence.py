@@ -72,8 +72,10 @@ def rounded_state(
 rounded_chunks: Prefill = partial(chunked.kda_prefill, dtype=F64, narrow=bf16)
 
 
-def of(prefill: Prefill) -> Mapping[str, Callable[[Question], Sequence[Answer]]]:
-    """Return the derivations of a class that rounds inside the recurrence."""
+def of(prefill: Prefill, dtype: torch.dtype = F64) -> Mapping[str, Callable[[Question], Sequence[Answer]]]:
+    """Return the derivations of a class that rounds inside the recurrence, whose buffers are in ``dtype``."""
+    if dtype != F64:
+        return {"kda_prefill": lambda question: [_prefill(question, prefill, dtype)]}
     return {name: partial(_once, derive, prefill) for name, derive in DERIVED.items()}
 
 
@@ -83,9 +85,9 @@ def _once(
     return [derive(question, prefill)]
 
 
-def _prefill(question: Question, prefill: Prefill) -> Answer:
+def _prefill(question: Question, prefill: Prefill, dtype: torch.dtype = F64) -> Answer:
     spec: Any = question.spec
-    operands = copied(question, F64)
+    operands = copied(question, dtype)
     out = prefill(spec, **operands)
     return Answer({"out": out}, buffers(question.op.mutated, operands))
 
