@@ -22,7 +22,7 @@ from kimi_hal.ops.spec import DCP, Limits
 from kimi_hal.parallel import ownership
 from kimi_hal.presets import Deployment
 from kimi_hal.reference.indexer import indexer_logits, quantize_index_query
-from kimi_hal_conformance.case import INTERP, QUICK, Case, Checkpoint, Make, Operands, add
+from kimi_hal_conformance.case import INTERP, QUICK, STANDARD, Case, Checkpoint, Make, Operands, add
 from kimi_hal_conformance.cases.kda import conv_pool, gate_parameters, rows_of, settle, state_pool
 from kimi_hal_conformance.cases.moe import checkpoint
 from kimi_hal_conformance.draws import (
@@ -249,7 +249,7 @@ def kda_cases() -> Iterator[Case]:
     for label, spec in specs.items():
         for rows in (0, 1, 6):
             name = f"kda_layer_decode/{label}/rows{rows}"
-            since = INTERP if label != "tp8" else QUICK
+            since = INTERP if label != "tp8" else STANDARD if rows else QUICK
             yield Case(name, "kda_layer_decode", spec, LIMITS, kda_operands(spec, rows), since=since)
 
 

@@ -82,8 +82,8 @@ def stale_page(spec: SparseMLASpec) -> Make:
     return make
 
 
-def scale_ends(spec: SparseMLASpec) -> Make:
-    """Return records with given float32 scales, of which one is 0, and elements that are all 1."""
+def scale_ends(spec: SparseMLASpec, size: float = 1.0) -> Make:
+    """Return records with given float32 scales, of which one is 0, all times ``size``, and elements that are 1."""
 
     def make(g: torch.Generator) -> Operands:
         cache = stale_pages(1, 64 * 656)
@@ -91,8 +91,8 @@ def scale_ends(spec: SparseMLASpec) -> Make:
         rows[:8, :512] = 0x38
         scales = torch.tensor([0.75, 1.3, 3.0, 0.001]).repeat(8, 1)
         scales[1] = torch.tensor([0.0, 1e-30, 2.0**-100, 1.0])
-        scales[2] = torch.tensor([2.0**20, 1.0, 3e10, 0.5])
-        rows[:8, 512:528] = scales.view(torch.uint8)
+        scales[2] = torch.tensor([2.0**20, 1.0, 3e10, 0.5]) if size == 1.0 else scales[0]
+        rows[:8, 512:528] = (scales * size).view(torch.uint8)
         rows[:8, 528:] = 0
         q = normal(g, 3, spec.num_heads, 576, dtype=BF16, spread=0.01)
         return {"q": q, "cache": cache, "indices": ints([0, 69, -1, 1, -1, -1, 2, -1, -1]).view(3, 3)}
@@ -150,6 +150,7 @@ def attention_cases() -> Iterator[Case]:
         yield attend(f"stale-page/{name}", spec, stale_page(spec), 4)
     records = SparseMLASpec(num_heads=4, latent="latent.flashmla.656", topk=8)
     yield attend("record-scales", records, scale_ends(records), 20)
+    yield attend("record-scales/small", records, scale_ends(records, 1e-8), 20)
     blocks = SparseMLASpec(num_heads=4, latent="latent.nvfp4.352", topk=8)
     yield attend("block-scales", blocks, nvfp4_scales(blocks), 20)
     far = SparseMLASpec(num_heads=2, latent=FP8, topk=8)

@@ -17,6 +17,7 @@ FAMILIES = (
     "formats",
     "core",
     "offsets",
+    "operands",
 )
 
 
