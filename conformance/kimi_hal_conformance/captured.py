@@ -10,17 +10,13 @@ from collections.abc import Iterator
 
 from kimi_hal_conformance import variants
 from kimi_hal_conformance.oracle import Question
-from kimi_hal_conformance.relations import Ground, rounds
+from kimi_hal_conformance.relations import Ground, UntriedError, rounds
 from kimi_hal_conformance.rig import OnePlan, Rig, with_operands
 
 #: Why a whole call was not captured, by what is declared.
 UNDECLARED = "capture is not declared"
 PIECEWISE = "capture is declared piecewise: the call runs between the graphs, not in one"
 NO_GRAPHS = "the device has no graphs"
-
-
-class NoGraphsError(Exception):
-    """The device's hooks capture nothing."""
 
 
 def untried(ground: Ground) -> str:
@@ -32,7 +28,7 @@ def problems(ground: Ground) -> Iterator[str]:
     """Capture at two sizes, replay on new data, and compare with calls of a new plan in new memory.
 
     Raises:
-        NoGraphsError: the device has none; nothing was learnt.
+        UntriedError: the device has no graphs; nothing was learnt.
     """
     plan = OnePlan.of(ground.subject)
     calls = rounds(ground)
@@ -60,7 +56,7 @@ def _capture(rig: Rig, later: Question) -> Iterator[str]:
         yield f"capture raised {type(error).__name__}: {error}"
         return
     if replay is None:
-        raise NoGraphsError
+        raise UntriedError(NO_GRAPHS)
     rig.subject.hooks.synchronize()
     yield from (f"in capture: {problem}" for problem in rig.wrong)
     if padded is not None:

@@ -17,7 +17,18 @@ from typing import IO
 import msgspec
 
 from kimi_hal_conformance.case import get
-from kimi_hal_conformance.messages import SHRINKING, Batch, Done, Ended, Message, Shrunk, Started
+from kimi_hal_conformance.levels import SPEED
+from kimi_hal_conformance.messages import (
+    SHRINKING,
+    TIMING,
+    Batch,
+    Done,
+    Ended,
+    Message,
+    Shrunk,
+    Started,
+    Timed,
+)
 from kimi_hal_conformance.verdict import AGAINST, CRASHED, FAILED, HUNG, NOT_RUN, PASSED, Verdict
 
 #: Seconds in which a worker must have imported torch and the suite, and the device's hooks answered.
@@ -67,6 +78,8 @@ class Lane:
                 return
             for found in self._attempt(msgspec.structs.replace(batch, cases=tuple(left))):
                 left.popleft()
+                if SPEED in found.untried or found.speed:  # once, whatever became of it
+                    batch = msgspec.structs.replace(batch, untimed="it was timed before")
                 lost = lost + 1 if found.status in (CRASHED, HUNG) else 0
                 yield found
 
@@ -89,18 +102,18 @@ class Lane:
             self._worker.stdin.write(msgspec.json.encode(batch) + b"\n")
             self._worker.stdin.flush()
         left, pid, limit = deque(batch.cases), 0, START_LIMIT
-        failed: Verdict | None = None  # a smaller part of its case is being looked for
+        failed: Verdict | None = None  # a smaller part of its case is looked for, or its operator timed
         while True:
             message = self._receive(limit)
             self._batch = 0 if isinstance(message, Ended) else self._batch  # its number may be another's now
             if failed is not None:
-                yield with_input(failed, message)
+                yield completed(failed, message)
                 failed, limit = None, batch.limit
                 if message is None:
                     self._kill(pid)
                 if message is None or (isinstance(message, Ended) and left):
                     return  # a part that is lost says nothing of the next case
-            if isinstance(message, Shrunk):
+            if isinstance(message, Shrunk | Timed):
                 mark = self._log.seek(0, os.SEEK_END)
             elif isinstance(message, Started):
                 pid, self.versions = message.pid, self.versions | message.versions
@@ -114,7 +127,9 @@ class Lane:
                     output = f"{self._output(mark)}\n{found.output}".strip()
                     found = msgspec.structs.replace(found, output=output[-OUTPUT:])
                 mark = self._log.seek(0, os.SEEK_END)
-                if found.status == FAILED:
+                if message.timing:
+                    failed, limit = found, TIMING
+                elif found.status == FAILED:
                     failed, limit = found, SHRINKING + 2 * found.seconds + GRACE
                 else:
                     yield found
@@ -204,6 +219,17 @@ class Lane:
         end = self._log.seek(0, os.SEEK_END)
         self._log.seek(max(mark, end - OUTPUT))
         return self._log.read().decode(errors="replace").strip()
+
+
+def completed(held: Verdict, message: Message | None) -> Verdict:
+    """Return a verdict with what was done after its case: a smaller part was looked for, or a call timed."""
+    if held.status == FAILED:
+        return with_input(held, message)
+    if isinstance(message, Timed) and message.speed:
+        return msgspec.structs.replace(held, speed=message.speed)
+    lost = "the process was lost while a call was timed" if message else f"a call took more than {TIMING:g} s"
+    why = message.why if isinstance(message, Timed) else lost
+    return msgspec.structs.replace(held, untried=held.untried | {SPEED: why})
 
 
 def with_input(failed: Verdict, message: Message | None) -> Verdict:

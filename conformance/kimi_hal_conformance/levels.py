@@ -36,7 +36,7 @@ REACHED, STOPPED, UNTESTED = "reached", "failed", "not_tested"
 BELOW = "not_reached"
 RAN = (PASSED, WAIVED, *AGAINST)
 #: What a verdict tries beside the values (``promises.py``).
-DETERMINISTIC, BATCH_INVARIANT, CAPTURE = "deterministic", "batch_invariant", "capture"
+DETERMINISTIC, BATCH_INVARIANT, CAPTURE, SHARDS = "deterministic", "batch_invariant", "capture", "shards"
 #: What level 6 is about, and the fraction of the roofline that it needs: then no kernel is twice as fast.
 SPEED, NEEDED = "speed", 0.5
 #: Which level a promise speaks for; relations that are not here must hold of every kernel and are level 2.
@@ -46,6 +46,7 @@ SPEAKS = {
     "permutation_bits": REPRODUCIBLE,
     "split_bits": REPRODUCIBLE,
     CAPTURE: CAPTURABLE,
+    SHARDS: DISTRIBUTED,
 }
 
 

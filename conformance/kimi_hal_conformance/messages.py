@@ -8,8 +8,10 @@ from typing import TypeAlias
 import msgspec
 
 from kimi_hal_conformance.claims.made import Made
-from kimi_hal_conformance.verdict import Verdict
+from kimi_hal_conformance.verdict import Speed, Verdict
 
+#: Seconds in which a call must be timed.
+TIMING = 60.0
 #: Seconds in which a smaller part of a failed case is looked for.
 SHRINKING = 10.0
 
@@ -52,9 +54,17 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """One case was run."""
+    """One case was run; ``timing``: a call of its operator is timed next, which its verdict does not wait for."""
 
     verdict: Verdict
+    timing: bool = False
+
+
+class Timed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A call of the operator was timed after the case just done, or why it was not."""
+
+    speed: Speed | None = None
+    why: str = ""
 
 
 class Shrunk(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -76,7 +86,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     code: int
 
 
-Message: TypeAlias = Started | Listed | Done | Shrunk | Ended
+Message: TypeAlias = Started | Listed | Done | Timed | Shrunk | Ended
 
 
 def send(answers: int, message: Message) -> None:

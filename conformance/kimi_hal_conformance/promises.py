@@ -10,15 +10,15 @@ from torch import Tensor
 
 from kimi_hal import ops
 from kimi_hal.dispatch.contract import Properties
-from kimi_hal_conformance import captured
+from kimi_hal_conformance import captured, shards
 from kimi_hal_conformance.calls import Called, Subject
-from kimi_hal_conformance.captured import NO_GRAPHS, NoGraphsError, untried
+from kimi_hal_conformance.captured import untried
 from kimi_hal_conformance.case import Case, generator
-from kimi_hal_conformance.levels import BATCH_INVARIANT, CAPTURE, DETERMINISTIC, of_promise
+from kimi_hal_conformance.levels import BATCH_INVARIANT, CAPTURE, DETERMINISTIC, SHARDS, of_promise
 from kimi_hal_conformance.oracle import Answer, Question
 from kimi_hal_conformance.poison import same_bits
 from kimi_hal_conformance.ranks import on_ranks, questions
-from kimi_hal_conformance.relations import PARTLY_UNSPECIFIED, RELATIONS, Ground
+from kimi_hal_conformance.relations import PARTLY_UNSPECIFIED, RELATIONS, Ground, UntriedError
 from kimi_hal_conformance.scripts import call
 from kimi_hal_conformance.shrink import BEFORE, pieces
 
@@ -84,8 +84,8 @@ def kept(case: Case, subject: Subject, seed: int, effort: Effort) -> Kept:
             continue
         try:
             problems = tuple(dict.fromkeys(told))
-        except NoGraphsError:
-            missed[name] = NO_GRAPHS
+        except UntriedError as error:
+            missed[name] = str(error)
             continue
         found = Kept((*found.tried, name), problems, of_promise(name) if problems else 0)
         if problems:
@@ -107,6 +107,8 @@ def trials(case: Case, subject: Subject, seed: int, effort: Effort) -> Iterator[
     for relation in RELATIONS:
         if relation.applies(ground):
             yield relation.called(ground), relation.problems(ground)
+    if shards.applies(ground):
+        yield SHARDS, shards.problems(ground)
     if not untried(ground):
         yield CAPTURE, captured.problems(ground)
 

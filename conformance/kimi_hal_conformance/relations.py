@@ -36,6 +36,10 @@ SLOTS = ("state_ids", "out_ids", "checkpoint_ids")
 POOLS = ("state", "conv_state", "states", "conv_states")
 
 
+class UntriedError(Exception):
+    """A promise cannot be tried here, and this is the reason."""
+
+
 @dataclass(frozen=True)
 class Ground:
     """One case of one implementation, on which relations are tried.

@@ -16,6 +16,7 @@ import sys
 from typing import NoReturn
 
 import msgspec
+import torch
 
 from kimi_hal.dispatch import policy
 from kimi_hal.dispatch.hookspecs import DeviceHooks
@@ -28,7 +29,7 @@ from kimi_hal_conformance.claims.bypass import claim_everything
 from kimi_hal_conformance.claims.made import case
 from kimi_hal_conformance.execute import described, run_case
 from kimi_hal_conformance.levels import SPEED
-from kimi_hal_conformance.messages import SHRINKING, Batch, Done, Ended, Shrunk, Started, send
+from kimi_hal_conformance.messages import SHRINKING, Batch, Done, Ended, Shrunk, Started, Timed, send
 from kimi_hal_conformance.promises import Effort
 from kimi_hal_conformance.shrink import described as operands_of
 from kimi_hal_conformance.shrink import smallest
@@ -43,12 +44,15 @@ PATIENCE = 2
 
 def main() -> None:
     """Serve batches until standard input ends."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a pool of threads does not survive a fork: the first parallel loop would hang
     load()
     answers = int(sys.argv[1])
     for line in sys.stdin.buffer:
         batch = msgspec.json.decode(line, type=Batch)
         pid = os.fork()
         if not pid:
+            torch.set_num_threads(threads)
             _serve(batch, answers)
         _, status = os.waitpid(pid, 0)
         send(answers, Ended(code=os.waitstatus_to_exitcode(status)))
@@ -94,9 +98,13 @@ def run(batch: Batch, answers: int) -> None:
         )
         verdict = run_case(cases.get(case_id), subject, batch.seed, effort)
         left -= bool(APART & {*verdict.promises})
-        if waiting and verdict.status == PASSED:  # once: values are right at least there
-            verdict, waiting = with_speed(verdict, subject, batch.untimed), False
-        send(answers, Done(verdict=verdict))
+        first, waiting = waiting and verdict.status == PASSED, waiting and verdict.status != PASSED
+        if first and batch.untimed:
+            verdict = msgspec.structs.replace(verdict, untried=verdict.untried | {SPEED: batch.untimed})
+        timing = first and not batch.untimed  # once: values are right at least there
+        send(answers, Done(verdict=verdict, timing=timing))
+        if timing:
+            send(answers, time_call(verdict.operator, subject))
         if verdict.status == FAILED:
             send(answers, shrunk(verdict, subject, Effort(effort.repeats)))
 
@@ -118,17 +126,14 @@ def shrunk(verdict: Verdict, subject: Subject, effort: Effort) -> Shrunk:
     return Shrunk(smallest=part.id, input=operands_of(part, verdict.seed))
 
 
-def with_speed(verdict: Verdict, subject: Subject, untimed: str) -> Verdict:
-    """Time a call of the operator and say it with a verdict, which does not depend on it."""
+def time_call(operator: str, subject: Subject) -> Timed:
+    """Time a call of the operator, or say why not."""
     try:
-        if untimed:
-            raise UntimedError(untimed)
-        return msgspec.structs.replace(verdict, speed=timed(verdict.operator, subject))
+        return Timed(speed=timed(operator, subject))
     except UntimedError as error:
-        why = str(error)
+        return Timed(why=str(error))
     except Exception as error:  # the suite's call is refused, or too large for this device
-        why = f"timing raised {described(error)}"
-    return msgspec.structs.replace(verdict, untried=verdict.untried | {SPEED: why})
+        return Timed(why=f"timing raised {described(error)}")
 
 
 def _say_all(batch: Batch, answers: int, problem: str) -> None:

@@ -18,7 +18,8 @@ DECODE, PREFILL, RANKS = (
     "kda_prefill/tp32/ragged",
     "topk_merge/full/world2-interleave1/ties",
 )
-CASES = (MERGE, DECODE, PREFILL, RANKS)
+SCORED = "indexer_topk/ordered-with-scores"
+CASES = (MERGE, DECODE, PREFILL, SCORED, RANKS)
 IMPLEMENTATIONS = """
 from kimi_hal.dispatch.contract import Properties
 
@@ -43,12 +44,16 @@ IMPLEMENTATIONS = (
     promising("kda_prefill", "right"),
     promising("kda_prefill", "all_new"),
     promising("kda_prefill", "multiplies"),
+    promising("indexer_topk", "right", batch_invariant=True),
+    promising("indexer_topk", "of_four", batch_invariant=True),
     promising("topk_merge", "right"),
     promising("topk_merge", "tires"),
 )
 """
 #: Each is the reference but for what its name says.
 KERNELS = """
+from dataclasses import replace
+
 from kimi_hal.dispatch import signatures
 from kimi_hal.ops import get
 from kimi_hal.reference.backend import build as right
@@ -140,6 +145,13 @@ def multiplies(ctx):
     return around(ctx, lambda given, results: results, before)
 
 
+def of_four(ctx):
+    # A rank of more than four is taken modulo four.
+    dcp = ctx.spec.dcp
+    taken = replace(dcp, rank=dcp.rank % 4)
+    return right(replace(ctx, spec=replace(ctx.spec, dcp=taken)))
+
+
 CALLS = []
 
 
@@ -158,7 +170,7 @@ def tires(ctx):
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Report]:
     folder = tmp_path_factory.mktemp("related")
-    write(folder, "related", IMPLEMENTATIONS, KERNELS.replace("{BIAS}", "3.5e-7"))
+    write(folder, "related", IMPLEMENTATIONS, KERNELS.replace("{BIAS}", "4.5e-7"))
     with installed(folder):
         yield once(tmp_path_factory, "related", lambda: suite.run(suite.Request("related", only=CASES)))
 
@@ -177,6 +189,18 @@ def verdicts(report: Report) -> dict[tuple[str, str], Verdict]:
         ),
         ("kda_decode", ("deterministic", "purity", "padding", "permutation", "split", "steps")),
         ("kda_prefill", ("deterministic", "purity", "padding", "permutation", "split", "chunks", "reuse")),
+        (
+            "indexer_topk",
+            (
+                "deterministic",
+                "batch_invariant",
+                "purity",
+                "padding",
+                "permutation_bits",
+                "split_bits",
+                "shards",
+            ),
+        ),
         ("topk_merge", ("deterministic",)),
     ],
 )
@@ -214,6 +238,7 @@ def test_who_declares_no_bits_is_held_to_the_oracle(verdicts: dict[tuple[str, st
         ("kda_decode", "biased", "steps", 2, "token by token: state: "),
         ("kda_prefill", "all_new", "chunks", 2, "in two chunks: out: "),
         ("kda_prefill", "multiplies", "reuse", 2, "a slot is used again: out: "),
+        ("indexer_topk", "of_four", "shards", 5, "over 8 ranks 1 of 3 rows select otherwise, the first: 1"),
         (
             "topk_merge",
             "tires",

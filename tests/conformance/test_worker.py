@@ -1,0 +1,35 @@
+"""The worker's forks: each computes with as many threads as the machine gives, whatever its parent has computed."""
+
+from __future__ import annotations
+
+import os
+
+from kimi_hal_conformance.lane import Lane, completed
+from kimi_hal_conformance.messages import Batch, Ended
+from kimi_hal_conformance.suite import HOST
+from kimi_hal_conformance.verdict import PASSED, Verdict
+
+
+def test_a_fork_computes_in_parallel_after_its_parent_has_made_the_cases() -> None:
+    batch = Batch(
+        implementation="reference.torch",
+        device="cpu",
+        hooks=HOST,
+        cases=("kda_decode/tp8/rows6",),
+        seed=0,
+        limit=20.0,
+        untimed="not here",
+    )
+    lane = Lane(os.environ | {"OMP_NUM_THREADS": "4", "KIMI_HAL_BACKEND": "reference"})
+    try:
+        (found,) = lane.run(batch)
+    finally:
+        lane.stop()
+    assert (found.status, found.untried) == (PASSED, {"speed": "not here"}), found.problems
+
+
+def test_a_timing_that_is_lost_leaves_the_verdict() -> None:
+    held = Verdict(case="kda_gate/tp8/rows1", operator="kda_gate", implementation="acme.fast", status=PASSED)
+    hung, died = completed(held, None), completed(held, Ended(code=-11))
+    assert (hung.status, hung.untried) == (PASSED, {"speed": "a call took more than 60 s"})
+    assert (died.status, died.untried) == (PASSED, {"speed": "the process was lost while a call was timed"})
