@@ -18,6 +18,7 @@ from rich.console import Console
 from kimi_hal.dispatch.contract import Probe
 from kimi_hal.dispatch.loader import Loaded, load
 from kimi_hal.settings import Settings
+from kimi_hal_conformance.suite import lacking
 
 BIN = Path(sys.executable).parent
 #: Columns where nobody looks at a terminal: in a log or a pipe.
@@ -75,7 +76,12 @@ def executable() -> Iterator[tuple[str, str]]:
 
 def way(loaded: Loaded, probe: Probe) -> str:
     """Return how a backend's implementations can run here, or an empty string."""
-    modes = {mode for implementation in loaded.implementations for mode in implementation.execution}
+    modes = {
+        mode
+        for implementation in loaded.implementations
+        for mode in implementation.execution
+        if not lacking(implementation, loaded, probe)
+    }
     if probe.present and "native" in modes:
         return "native"
     return "interpreted" if "interpreted" in modes else ""

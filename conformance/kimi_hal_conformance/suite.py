@@ -335,7 +335,34 @@ def cannot_run(implementation: Implementation, loaded: Loaded, probe: Probe, exe
         return f"it runs {', '.join(implementation.execution)}; this run is {execution}"
     if execution == "native" and not probe.present and loaded.backend.torch_device != ANY_DEVICE:
         return f"no device: {probe.why}"
-    return ""
+    return lacking(implementation, loaded, probe)
+
+
+def lacking(implementation: Implementation, loaded: Loaded, probe: Probe) -> str:
+    """Say which library an implementation lacks here, or all that could be its part do, or return an empty string."""
+    if implementation.name == composed.NAME:
+        for part in ops.get(implementation.operator).parts:
+            reasons = [lacking(other, loaded, probe) for other in candidates(loaded, part)]
+            if reasons and all(reasons):
+                return f"its part {part} cannot run: {reasons[0]}"
+        return ""
+    absent = [
+        next((n for n in c.requires if n not in probe.facts and not installed(n)), "")
+        for c in implementation.capabilities
+    ]
+    if not absent or not all(absent):
+        return ""
+    name = absent[0]
+    return f"{name} is not installed; it needs {name}{implementation.capabilities[0].requires.get(name, '')}"
+
+
+def installed(name: str) -> bool:
+    """Tell whether a distribution is installed."""
+    try:
+        version(name)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def left_out(case: Case, implementation: Implementation, loaded: Loaded, profile: str) -> str:

@@ -58,9 +58,19 @@ def test_ranks_of_a_loopback_group_meet_in_kernels(nvidia: Report) -> None:
 
 
 def test_a_composition_whose_parts_are_missing_says_which() -> None:
-    report = suite.run(suite.Request("tpu", execution="interpreted", only=("kda_layer_decode/tp32/rows1",)))
-    assert [v.problems for v in report.verdicts] == [
-        ("tpu does not implement its parts: kda_conv, kda_decode",)
+    report = suite.run(suite.Request("amd", execution="interpreted", only=("kda_layer_decode/tp32/rows1",)))
+    assert [v.problems for v in report.verdicts] == [("amd does not implement its parts: kda_conv",)]
+    assert not report.ok
+
+
+def test_an_implementation_whose_library_is_missing_is_not_run() -> None:
+    """TPU's libraries have environments of their own; a composition lacks what all candidates for a part lack."""
+    cases = ("kda_gate/odd/rows9", "kda_layer_decode/tp32/rows1")
+    report = suite.run(suite.Request("tpu", execution="interpreted", only=cases))
+    missing = "torch_xla is not installed; it needs torch_xla>=2.9,<2.10"
+    assert [(v.implementation, v.status, v.problems) for v in report.verdicts] == [
+        ("tpu.xla", "not_run", (missing,)),
+        ("tpu.composed", "not_run", (f"its part kda_conv cannot run: {missing}",)),
     ]
     assert not report.ok
 
