@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kimi_hal.dispatch.contract import API_VERSION, Backend, Probe
+from kimi_hal.dispatch.contract import API_VERSION, Backend, Probe, Target
 from kimi_hal.dispatch.hookspecs import hookimpl
+from kimi_hal_tpu.generations import GENERATIONS as KINDS
 
 DEVICES = Path("sys/bus/pci/devices")
 GOOGLE = "0x1ae0"
@@ -34,6 +35,7 @@ def kimi_hal_backend() -> Backend:
         implementations="kimi_hal_tpu.implementations:IMPLEMENTATIONS",
         device="kimi_hal_tpu.device:Device",
         torch_device="xla",
+        targets=tuple(Target(kind.name, kind.name, code=kind.kind) for kind in KINDS),
     )
 
 

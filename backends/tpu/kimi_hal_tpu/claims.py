@@ -1,0 +1,18 @@
+"""What every claim of this backend has in common, as data. Imports no torch."""
+
+from __future__ import annotations
+
+from kimi_hal.domain import Domain, OneOf, Range
+
+TPUS = ("v5e", "v5p", "v6e", "tpu7x")
+#: Generations with SparseCores.
+SPARSE_CORES = ("v5p", "v6e", "tpu7x")
+FLAG = OneOf((False, True))
+FLOAT = OneOf(("float32", "bfloat16"))
+DCP: dict[str, Domain] = {
+    "dcp.world": Range(1, 64),
+    "dcp.rank": Range(0, 63),
+    "dcp.interleave": Range(1, 1 << 20),
+    "dcp.index": OneOf(("sharded", "replicated")),
+}
+SELECTED: dict[str, Domain] = {"topk": Range(1, 1 << 15), "ordered": FLAG, "return_selected": FLAG}

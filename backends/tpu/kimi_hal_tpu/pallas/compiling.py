@@ -1,0 +1,105 @@
+"""The Pallas kernels as they are compiled without a TPU: sizes of a decode and of a prefill on one device of TP8."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from kimi_hal.dispatch.contract import Compiled, Instruction, Kernel, Target
+from kimi_hal_tpu.pallas import aot, attention, gather, scores, selection
+from kimi_hal_tpu.pallas.mode import Mode
+
+MODE = Mode()
+#: Rows of a decode and of a piece of a prefill, keys of a request, slots of a cache: 1 GB of index pages.
+DECODE, PREFILL, CONTEXT, PAGES, SLOTS = 64, 512, 65536, 16384, 1 << 18
+HEADS, INDEX_HEADS, TOPK = 12, 32, 2048
+TENSOR_CORE = Instruction("tpu_custom_call", "the kernel is Mosaic's code and not a composition of XLA")
+SPARSE_CORE = Instruction("sparsecore", "the kernel runs on SparseCore")
+
+
+def indexer_logits(target: Target) -> list[Kernel]:
+    """Return the scores of a decode and of a prefill."""
+    return [_scores(target, "decode", DECODE), _scores(target, "prefill", PREFILL)]
+
+
+def topk_select(target: Target) -> list[Kernel]:
+    """Return the selection of the top 2,048 of 65,536."""
+    operands = [((DECODE, CONTEXT), jnp.float32), ((DECODE,), jnp.int32), ((DECODE,), jnp.int32)]
+    return [_kernel(target, "select", lambda *a: selection.select(*a, TOPK, MODE), operands, sparse=True)]
+
+
+def indexer_topk(target: Target) -> list[Kernel]:
+    """Return the fused program: scores on TensorCore, then the selection on SparseCore."""
+
+    def program(*arrays: Any) -> Any:
+        found = scores.score(*arrays, MODE)
+        count = arrays[-1]
+        return selection.select(found, jnp.zeros_like(count), count, TOPK, MODE)
+
+    return [_kernel(target, "decode", program, _scored(DECODE), sparse=True)]
+
+
+def sparse_mla(target: Target) -> list[Kernel]:
+    """Return the gather of latents, and attention over what was gathered in a decode and in a prefill."""
+    table = [((SLOTS, 144), jnp.int32), ((DECODE * TOPK,), jnp.int32)]
+    return [
+        _kernel(target, "gather", lambda *a: gather.rows(*a, MODE), table, sparse=True),
+        _attention(target, "decode", DECODE),
+        _attention(target, "prefill", PREFILL),
+    ]
+
+
+def _scored(rows: int) -> list[aot.Operand]:
+    return [
+        ((rows, INDEX_HEADS, 128), jnp.float8_e4m3fn),
+        ((rows, INDEX_HEADS), jnp.float32),
+        ((PAGES, scores.PAGE_ROWS, scores.LANES), jnp.uint8),
+        ((rows, CONTEXT // scores.PAGE), jnp.int32),
+        ((rows,), jnp.int32),
+        ((rows,), jnp.int32),
+    ]
+
+
+def _scores(target: Target, name: str, rows: int) -> Kernel:
+    return _kernel(target, name, lambda *a: scores.score(*a, MODE), _scored(rows))
+
+
+def _attention(target: Target, name: str, rows: int) -> Kernel:
+    operands = [
+        ((rows, HEADS, 576), jnp.bfloat16),
+        ((rows, TOPK, 576), jnp.uint8),
+        ((rows, TOPK), jnp.int32),
+        ((2,), jnp.float32),
+    ]
+    out = jnp.dtype(jnp.bfloat16)
+    return _kernel(target, name, lambda *a: attention.attend(*a, out, MODE), operands)
+
+
+def _kernel(
+    target: Target,
+    name: str,
+    program: Callable[..., Any],
+    operands: Sequence[aot.Operand],
+    *,
+    sparse: bool = False,
+) -> Kernel:
+    needs = ("sparse_core",) if sparse else ()
+    expected = (TENSOR_CORE, SPARSE_CORE) if sparse else (TENSOR_CORE,)
+    return Kernel(name, lambda: compiled(aot.compile_for(target.name, program, operands, needs)), expected)
+
+
+def compiled(code: aot.Code) -> Compiled:
+    """Return what the suite looks at: the operations of the optimised program, custom calls by their target."""
+    found = set(re.findall(r"= \S+ ([a-z][a-z0-9-]*)\(", code.text))
+    found |= set(re.findall(r'custom_call_target="(\w+)"', code.text))
+    if code.on_sparse_core:
+        found.add("sparsecore")
+    return Compiled(
+        target=code.kind,
+        size=code.size,
+        instructions=tuple(sorted(found)),
+        further={"kernels": code.kernels, "temporary_hbm_bytes": code.temporary},
+    )

@@ -1,0 +1,90 @@
+"""Gather of cache rows into a dense buffer on SparseCore: what attention on TensorCore then reads in order."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kimi_hal_tpu.pallas.mode import Array, Mode, Ref
+
+#: Rows of one indirect stream: the longest index vector that a stream takes.
+BLOCK = 128
+
+
+def rows(table: Array, index: Array, mode: Mode) -> Array:
+    """Return ``table[index]``.
+
+    Args:
+        table: ``[slots, words]`` int32 in HBM; a row is a multiple of 16 words.
+        index: ``[n]`` int32, n a multiple of 128; each is clamped to a row of the table.
+        mode: compiled or interpreted.
+
+    Returns:
+        ``[n, words]`` int32.
+    """
+    count, words = index.shape[0], table.shape[1]
+    kernel = mode.on_subcores(
+        functools.partial(_kernel, blocks=count // BLOCK, mode=mode),
+        jax.ShapeDtypeStruct((count, words), table.dtype),
+        [
+            pltpu.VMEM((BLOCK,), jnp.int32),
+            pltpu.VMEM((BLOCK,), jnp.int32),
+            pltpu.VMEM((BLOCK, words), table.dtype),
+            pltpu.VMEM((BLOCK, words), table.dtype),
+            pltpu.SemaphoreType.DMA((2,)),
+            pltpu.SemaphoreType.DMA((2,)),
+        ],
+        name="gather_rows",
+    )
+    return kernel(table, jnp.clip(index, 0, table.shape[0] - 1))
+
+
+def _kernel(
+    worker: Array,
+    workers: int,
+    table: Ref,
+    index: Ref,
+    out: Ref,
+    index_0: Ref,
+    index_1: Ref,
+    rows_0: Ref,
+    rows_1: Ref,
+    reading: Ref,
+    writing: Ref,
+    *,
+    blocks: int,
+    mode: Mode,
+) -> None:
+    """Gather every ``workers``-th block; while one buffer is written out, the other is filled."""
+    buffers = ((index_0, rows_0), (index_1, rows_1))
+
+    def written(slot: int, block: Array) -> Any:
+        target = out.at[pl.ds(block * BLOCK, BLOCK)]
+        return pltpu.make_async_copy(buffers[slot][1], target, writing.at[slot])
+
+    def turn(slot: int, i: Array) -> None:
+        block = worker + i * workers
+        picked, filled = buffers[slot]
+
+        @pl.when((i >= 2) & (block < blocks + 2 * workers))
+        def _free() -> None:
+            written(slot, block - 2 * workers).wait()
+
+        @pl.when(block < blocks)
+        def _gather() -> None:
+            pltpu.sync_copy(index.at[pl.ds(block * BLOCK, BLOCK)], picked)
+            mode.gather_rows(table, picked, filled, reading.at[slot]).wait()
+            written(slot, block).start()
+
+    def pair(i: Array, _: None) -> None:
+        turn(0, 2 * i)
+        turn(1, 2 * i + 1)
+
+    # Two turns more than there are blocks for a subcore: each frees the buffer of the turn two before.
+    turns = -(-blocks // workers) + 2
+    jax.lax.fori_loop(0, -(-turns // 2), pair, None)

@@ -1,0 +1,70 @@
+"""Claims of the Pallas kernels, as data. Imports neither torch nor jax."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kimi_hal.dispatch.contract import Capability, Implementation, Preference, Properties
+from kimi_hal.domain import Domain, OneOf, Range
+from kimi_hal_tpu.claims import DCP, FLAG, FLOAT, SELECTED, SPARSE_CORES, TPUS
+
+#: Pages whose 64 keys carry one float32 scale each.
+INDEX = OneOf(("index.fp8.e4m3fn.f32.page64", "index.fp8.e4m3fn.pow2.page64"))
+SCORED: dict[str, Domain] = {
+    "index": INDEX,
+    "num_heads": Range(1, 128),
+    "score": FLOAT,
+    "weights_dtype": FLOAT,
+    **DCP,
+}
+#: A row of scores stands whole in VMEM: 2^20 keys are 4 MB.
+ONE_ROW: dict[str, Domain] = {"max_context": Range(0, 1 << 20)}
+SPECS: dict[str, dict[str, Domain]] = {
+    "indexer_logits": SCORED,
+    "indexer_topk": SCORED | SELECTED | {"emit": OneOf(("local", "slot"))},
+    "topk_select": SELECTED | DCP | {"score": FLOAT, "scores_dtype": FLOAT, "has_row_start": FLAG},
+    "sparse_mla": {
+        "latent": OneOf(("latent.fp8.e4m3fn.tensor",)),
+        "page": Range(1, 1 << 20),
+        **DCP,
+        "num_heads": Range(1, 128),
+        "topk": Range(1, 1 << 15),
+        "softmax_scale": Range(0, 1 << 16),
+        "index_space": OneOf(("slot", "position", "local")),
+        "has_index_len": FLAG,
+        "q_dtype": OneOf(("bfloat16", "float8_e4m3fn")),
+        "out_dtype": FLOAT,
+        "return_lse": FLAG,
+    },
+}
+LIMITS: Mapping[str, dict[str, Domain]] = {"indexer_logits": ONE_ROW, "indexer_topk": ONE_ROW}
+#: Operators of which a part runs on SparseCore.
+ON_SPARSE_CORE = frozenset({"indexer_topk", "topk_select", "sparse_mla"})
+ROW = Properties(deterministic=True, batch_invariant=True)
+SOURCE = tuple(
+    f"kimi_hal_tpu/{name}.py" for name in ("pallas/*", "static", "staging", "buckets", "generations")
+)
+
+
+def _implementation(operator: str) -> Implementation:
+    return Implementation(
+        operator=operator,
+        name="pallas",
+        build="kimi_hal_tpu.pallas.bridge:build",
+        capabilities=(
+            Capability(
+                arch=SPARSE_CORES if operator in ON_SPARSE_CORE else TPUS,
+                spec=SPECS[operator],
+                limits=LIMITS.get(operator, {}),
+                properties=ROW,
+                requires={"jax": ">=0.10,<0.11"},
+            ),
+        ),
+        preferences=(Preference(rank=10),),
+        execution=("interpreted", "compile_only"),
+        compile=f"kimi_hal_tpu.pallas.compiling:{operator}",
+        source=SOURCE,
+    )
+
+
+PALLAS = tuple(_implementation(operator) for operator in SPECS)

@@ -1,0 +1,191 @@
+"""A call of any size as a call of a compiled size: operands are padded by the contract's sentinels, results cut.
+
+The program between works on static shapes alone. A plan keeps one program a bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kimi_hal.dispatch import signatures
+from kimi_hal.dispatch.contract import BuildContext
+from kimi_hal.errors import ContractError
+from kimi_hal.ops.operator import Arg, Operator, OutputShape, bind_dims, get, output_shapes, torch_dtype
+from kimi_hal_tpu import buckets, staging
+
+#: What an operand is padded with where 0 is not its padding marker.
+SENTINELS = {"slots": -1, "indices": -1, "block_table": -1, "topk_ids": -1, "state_ids": -1, "row_req": -1}
+#: Dimension letters that come in any size, and the smallest size that they are padded to.
+FREE = {"R": 1, "N": 1, "columns": 16, "blocks": 16, "L": 128}
+#: Types that not every machine moves; their bytes are moved.
+BYTES = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
+
+Operands = Mapping[str, Any]
+
+
+class Machine(Protocol):
+    """Where programs run."""
+
+    def run(self, operands: dict[str, Any]) -> list[Tensor]:
+        """Run the program on padded operands; returns outputs, then mutated operands."""
+
+
+@dataclass(frozen=True)
+class StaticCall:
+    """An operator's run function around a program of static shapes.
+
+    Args:
+        op: the operator.
+        ctx: what it is built for.
+        machine: runs the program.
+        sizes: dimension letters that this program wants in a certain size.
+    """
+
+    op: Operator
+    ctx: BuildContext
+    machine: Machine
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+    def function(self) -> Callable[..., Any]:
+        """Return a plain function with the operator's signature."""
+        return signatures.function(self.op, self.op.name, self)
+
+    def __call__(self, given: dict[str, Any]) -> Any:
+        """Run on operands by name; returns what the operator returns."""
+        self.ctx.check(**given)
+        shapes = output_shapes(self.op, self.ctx.spec, self.ctx.limits, given)
+        buffers = [self._buffer(shape, given) for shape in shapes]
+        operands = {name: given[name] for name in self.op.args}
+        moved = staging.move(self.op.name, self.ctx.spec, operands) if self.on_host else None
+        results = self.compute(moved.operands if moved else operands, given)
+        if moved and len(moved.kept) and getattr(self.ctx.spec, "emit", "") == "slot":
+            results[0] = moved.original(results[0], self.ctx.spec.page)
+        for buffer, result in zip(buffers, results, strict=False):
+            place(buffer, result)
+        for name, result in zip(self.op.mutated, self._grouped(results[len(buffers) :], given), strict=True):
+            if moved and name in moved.pools:
+                moved.give_back(name, given[name], result)
+            else:
+                place(given[name], result)
+        return None if not buffers else buffers[0] if len(buffers) == 1 else tuple(buffers)
+
+    @property
+    def on_host(self) -> bool:
+        """Tell whether operands come from the CPU, and go back to it."""
+        return self.ctx.device == "cpu"
+
+    def _grouped(self, results: list[Tensor], given: Operands) -> list[Any]:
+        """Return the mutated operands' results, those of a list of tensors as a list."""
+        rest, found = list(results), []
+        for name in self.op.mutated:
+            count = len(given[name]) if self.op.args[name].many else 0
+            found.append([rest.pop(0) for _ in range(count)] if count else rest.pop(0))
+        return found
+
+    def staged(self, given: Operands) -> list[Tensor]:
+        """Run a program that mutates nothing on a call's operands."""
+        operands = {name: given[name] for name in self.op.args}
+        moved = staging.move(self.op.name, self.ctx.spec, operands) if self.on_host else None
+        return self.compute(moved.operands if moved else operands, given)
+
+    def compute(self, operands: Operands, given: Operands) -> list[Tensor]:
+        """Pad, run, and return the program's results in its own static shapes."""
+        targets = self.targets(given)
+        padded = {
+            name: pad(name, self.op.args[name], value, targets)
+            for name, value in operands.items()
+            if value is not None
+        }
+        return self.machine.run(padded | real_sizes(self.op, self.ctx.spec, given))
+
+    def targets(self, given: Operands) -> dict[str, int]:
+        """Return the static size of each free dimension letter; on the device T is a bucket, and nothing is padded."""
+        bound = bind_dims(self.op, self.ctx.spec, given).bound
+        rows = buckets.of_rows(self.ctx.limits)
+        if not self.on_host:
+            if "T" in bound:
+                buckets.exact(self.op.name, "T", bound["T"], rows)
+            return dict(self.sizes)
+        found = {"T": buckets.fit(self.op.name, "T", bound["T"], rows)} if "T" in bound else {}
+        for letter, least in FREE.items():
+            if letter in bound:
+                found[letter] = buckets.power(bound[letter], least)
+        return found | dict(self.sizes)
+
+    def _buffer(self, shape: OutputShape, given: Operands) -> Tensor:
+        buffer = given.get(shape.keyword)
+        if buffer is not None:
+            return buffer  # type: ignore[no-any-return]
+        device = next(v.device for v in given.values() if isinstance(v, Tensor))
+        made = torch.zeros(
+            shape.shape, dtype=torch.uint8 if shape.dtype in BYTES else torch_dtype(shape.dtype)
+        )
+        return made.view(torch_dtype(shape.dtype)).to(device)
+
+
+def real_sizes(op: Operator, spec: Any, given: Operands) -> dict[str, Tensor]:
+    """Return the sizes before padding as values, int32 ``[1]`` each: ``size_L`` and so on."""
+    bound = bind_dims(op, spec, given).bound
+    return {f"size_{n}": torch.tensor([bound[n]], dtype=torch.int32) for n in FREE if n in bound}
+
+
+def pad(name: str, arg: Arg, value: Any, targets: Mapping[str, int]) -> Any:
+    """Return an operand in its static shape, FP8 as bytes."""
+    if isinstance(value, (list, tuple)):
+        return [pad(name, arg, item, targets) for item in value]
+    if str(value.dtype).removeprefix("torch.") in BYTES:
+        value = value.view(torch.uint8)
+    if arg.mutated or arg.shape == "*":
+        return value
+    shape = tuple(
+        target(word, size, targets) for word, size in zip(arg.shape.split(), value.shape, strict=True)
+    )
+    if shape == tuple(value.shape):
+        return value
+    padded = value.new_full(shape, SENTINELS.get(name, 0))
+    place(padded, value)
+    return padded
+
+
+def target(word: str, size: int, targets: Mapping[str, int]) -> int:
+    """Return the static size of one dimension."""
+    bare = word.removeprefix(">=").removeprefix("<=")
+    base, plus, extra = bare.partition("+")
+    found = targets.get(base, size)
+    return found + int(extra) if plus and base in targets else found
+
+
+def place(buffer: Tensor, result: Tensor) -> None:
+    """Copy what two shapes have in common; a result's type becomes the buffer's."""
+    if buffer.dtype != result.dtype and str(buffer.dtype).removeprefix("torch.") in BYTES:
+        buffer = buffer.view(torch.uint8)
+    common = tuple(slice(0, min(a, b)) for a, b in zip(buffer.shape, result.shape, strict=True))
+    if buffer[common].numel():
+        buffer[common].copy_(result[common])
+
+
+def refuse_dynamic(op: Operator, sizes: Mapping[str, Any]) -> None:
+    """Refuse symbolic sizes, which a compiler with dynamic shapes passes.
+
+    Raises:
+        ContractError: a size is no number yet.
+    """
+    symbolic = [f"{name}={size}" for name, size in sizes.items() if not isinstance(size, int)]
+    if symbolic:
+        raise ContractError(
+            op.name,
+            [
+                f"{', '.join(symbolic)} is a dynamic shape, and a TPU program is compiled for one shape: "
+                "compile with dynamic=False and pad to Limits.row_buckets"
+            ],
+        )
+
+
+def operator(ctx: BuildContext) -> Operator:
+    """Return the operator that a context is for."""
+    return get(ctx.operator)

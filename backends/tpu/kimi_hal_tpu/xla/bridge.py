@@ -1,0 +1,95 @@
+"""Runs traced programs on the device that torch-xla drives: a TPU, or its CPU device where operands are on the CPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kimi_hal.dispatch.contract import BuildContext
+from kimi_hal_tpu import requirements
+from kimi_hal_tpu.static import StaticCall, operator, place, refuse_dynamic
+
+#: A program: Spec, tensors by name -> outputs, then mutated operands.
+Program = Callable[..., Sequence[Tensor]]
+
+
+def build(ctx: BuildContext) -> Callable[..., Any]:
+    """Build any operator whose program stands in ``xla/<family>.py`` under the operator's name.
+
+    Raises:
+        ImportError: torch-xla is not installed.
+        ToolMissingError: it is not for this torch.
+    """
+    requirements.check_torch_xla()
+    if ctx.device == "cpu":
+        os.environ.setdefault("PJRT_DEVICE", "CPU")
+    op = operator(ctx)
+    if op.listed:
+        return prepared
+    family = import_module(f"kimi_hal_tpu.xla.{op.family}")
+    run = StaticCall(op, ctx, XLA(ctx, getattr(family, op.name))).function()
+    if op.tested:
+        run.return_scores = _test_entry(ctx, run, family)  # type: ignore[attr-defined]
+    return run
+
+
+def prepared(
+    w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor, *, donate: bool = False
+) -> list[Tensor]:
+    """Return the checkpoint's own bytes; copies unless they are donated."""
+    tensors = [w13, w13_scale, w2, w2_scale]
+    return tensors if donate else [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
+
+
+class XLA:
+    """Traces a program on padded operands, and runs it where they come from the host."""
+
+    def __init__(self, ctx: BuildContext, program: Program) -> None:
+        self.ctx, self.program = ctx, program
+        self.op = operator(ctx)
+
+    def run(self, operands: dict[str, Any]) -> list[Tensor]:
+        """Return the program's results: on the CPU if the operands were, else traced."""
+        import torch_xla
+
+        from kimi_hal_tpu.xla.tracing import Traced
+
+        for name, value in operands.items():
+            tensors = value if isinstance(value, list) else [value]
+            refuse_dynamic(self.op, {f"{name}.shape": size for t in tensors for size in t.shape})
+        device = torch_xla.device()
+        moved = {name: _moved(value, device) for name, value in operands.items()}
+        context = {"group": self.ctx.group} if self.op.grouped else {}
+        with torch.no_grad(), Traced():
+            results = list(self.program(self.ctx.spec, moved, **context))
+        if self.ctx.device != "cpu":
+            return results
+        torch_xla.sync(wait=True)
+        return [result.cpu() for result in results]
+
+
+def _moved(value: Any, device: Any) -> Any:
+    return [_moved(item, device) for item in value] if isinstance(value, list) else value.to(device)
+
+
+def _test_entry(ctx: BuildContext, run: Callable[..., Any], family: Any) -> Callable[..., Any]:
+    """Return the run function of ``indexer_topk`` that also writes all scores."""
+    op = operator(ctx)
+    call = StaticCall(op, ctx, XLA(ctx, family.all_scores))
+
+    def entry(*args: Any, **keywords: Any) -> Any:
+        buffer = keywords.pop("all_scores_out")
+        results = run(*args, **keywords)
+        bound = op.signature.bind(*args, **keywords)
+        bound.apply_defaults()
+        given = dict(bound.arguments)
+        (found,) = call.staged(given)
+        place(buffer, found)
+        return (*results, buffer)
+
+    return entry

@@ -1,0 +1,149 @@
+"""Claims of the traced programs, as data. Imports neither torch nor torch_xla."""
+
+from __future__ import annotations
+
+from kimi_hal.dispatch.contract import Capability, Implementation, Preference, Properties
+from kimi_hal.domain import Domain, OneOf, Range
+from kimi_hal_tpu.claims import DCP, FLAG, FLOAT, SELECTED, TPUS
+from kimi_hal_tpu.xla.sizes import RECORDS
+
+#: What ``prepare_moe_weights`` returns and ``moe_experts`` takes: the checkpoint's own bytes.
+FORMAT = "tpu.mxfp4.plain"
+
+
+INDEX = OneOf(
+    (
+        "index.fp8.e4m3fn.f32.page64",
+        "index.fp8.e4m3fn.pow2.page64",
+        "index.fp8.e4m3fn.ue8m0x4.page64",
+        "index.fp8.e4m3fnuz.f32.page64",
+        "index.fp8.e4m3fnuz.f32.shuffled.page64",
+        "index.mxfp4.page64",
+        "index.mxfp4.gfx950.page64",
+    )
+)
+SCORED: dict[str, Domain] = {
+    "index": INDEX,
+    "num_heads": Range(1, 128),
+    "score": FLOAT,
+    "weights_dtype": FLOAT,
+    **DCP,
+}
+#: An engine builds one KDASpec for all six operators: what one does not look at may be anything.
+KDA: dict[str, Domain] = {
+    "num_heads": Range(1, 128),
+    "head_dim": Range(1, 256),
+    "gate": OneOf(("raw", "log")),
+    "lower_bound": OneOf((None, -5.0)),
+    "qk_norm": FLAG,
+    "scale": Range(0, 1 << 16),
+    "conv_layout": OneOf(("width_channel", "channel_width")),
+    "checkpoints": FLAG,
+    "num_layers": Range(1, 1024),
+    "norm_eps": Range(0, 1),
+}
+CACHE: dict[str, Domain] = {
+    "latent": OneOf(
+        (
+            "latent.fp8.e4m3fn.tensor",
+            "latent.fp8.e4m3fnuz.tensor",
+            "latent.nvfp4.352",
+            "latent.flashmla.656",
+            "latent.bf16",
+        )
+    ),
+    "page": Range(1, 1 << 20),
+}
+MOE: dict[str, Domain] = {
+    "num_experts": Range(1, 1 << 12),
+    "num_local": Range(1, 1 << 12),
+    "expert_offset": Range(0, 1 << 12),
+    "has_expert_map": FLAG,
+    "topk": Range(1, 1 << 10),
+    "hidden": Range(1, 1 << 14),
+    "intermediate": Range(1, 1 << 14),
+    "weights": OneOf(("experts.mxfp4-pack",)),
+    "activation": OneOf(("situ", "swiglu")),
+    "beta": Range(1e-3, 1e6),
+    "linear_beta": OneOf((None, 25.0, 0.0, -1.0)),
+    "out_dtype": FLOAT,
+}
+SPECS: dict[str, dict[str, Domain]] = {
+    "quantize_index_query": {
+        "index": INDEX,
+        "num_heads": Range(1, 128),
+        "weights_dtype": FLOAT,
+        "weight_scale": Range(0, 1 << 16),
+        "hadamard": FLAG,
+    },
+    "store_index_keys": {"index": INDEX, "dump_slot": Range(-1, 1 << 40)},
+    "indexer_logits": SCORED,
+    "indexer_topk": SCORED | SELECTED | {"emit": OneOf(("local", "slot"))},
+    "topk_select": SELECTED | DCP | {"score": FLOAT, "scores_dtype": FLOAT, "has_row_start": FLAG},
+    "store_latent": CACHE | {"dump_slot": Range(-1, 1 << 40)},
+    "sparse_mla": {
+        **CACHE,
+        **DCP,
+        "num_heads": Range(1, 128),
+        "topk": Range(1, 1 << 15),
+        "softmax_scale": Range(0, 1 << 16),
+        "index_space": OneOf(("slot", "position", "local")),
+        "has_index_len": FLAG,
+        "q_dtype": OneOf(("bfloat16", "float8_e4m3fn", "float8_e4m3fnuz")),
+        "out_dtype": FLOAT,
+        "return_lse": FLAG,
+    },
+    "merge_attn_states": {
+        "parts": Range(1, 64),
+        "num_heads": Range(1, 128),
+        "dim": Range(1, 1024),
+        "dtype": FLOAT,
+        "return_lse": FLAG,
+    },
+    **dict.fromkeys(("kda_gate", "kda_conv", "kda_prefill", "kda_decode", "kda_verify", "kda_commit"), KDA),
+    "moe_route": {
+        "num_experts": Range(1, 1 << 12),
+        "topk": Range(1, 1 << 10),
+        "renormalize": FLAG,
+        "scale": Range(0, 1e6),
+        "groups": Range(1, 1 << 10),
+        "topk_groups": Range(1, 1 << 10),
+        "denom_eps": Range(0, 1),
+        "ordered": FLAG,
+    },
+    "prepare_moe_weights": MOE,
+    "moe_experts": MOE,
+}
+ROW = Properties(deterministic=True)
+SOURCE = (
+    "kimi_hal_tpu/xla/*.py",
+    "kimi_hal_tpu/static.py",
+    "kimi_hal_tpu/staging.py",
+    "kimi_hal_tpu/buckets.py",
+)
+#: A verify and its commit.
+PAIR = frozenset({"kda_verify", "kda_commit"})
+EXPERTS = frozenset({"prepare_moe_weights", "moe_experts"})
+
+
+def _implementation(operator: str) -> Implementation:
+    return Implementation(
+        operator=operator,
+        name="xla",
+        build="kimi_hal_tpu.xla.bridge:build",
+        capabilities=(
+            Capability(
+                arch=TPUS, spec=SPECS[operator], properties=ROW, requires={"torch_xla": ">=2.9,<2.10"}
+            ),
+        ),
+        preferences=(Preference(rank=0),),
+        weights="kimi_hal.reference.weights:weights" if operator == "moe_experts" else None,
+        size="kimi_hal_tpu.xla.sizes:sizes" if operator in PAIR else None,
+        records=RECORDS if operator in PAIR else None,
+        weights_format=FORMAT if operator in EXPERTS else None,
+        execution=("native", "interpreted"),
+        source=SOURCE,
+    )
+
+
+XLA = tuple(_implementation(operator) for operator in SPECS)
