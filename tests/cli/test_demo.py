@@ -39,7 +39,8 @@ def test_the_demo_goes_from_what_is_here_to_the_matrix(monkeypatch: pytest.Monke
 def test_a_backend_runs_on_its_device_or_else_interpreted(
     ways: tuple[str, ...], present: bool, expected: str
 ) -> None:
-    loaded = SimpleNamespace(implementations=[SimpleNamespace(execution=ways)] if ways else [])
+    implementation = SimpleNamespace(name="torch", execution=ways, capabilities=())
+    loaded = SimpleNamespace(implementations=[implementation] if ways else [])
     assert demo.way(loaded, Probe(present=present, why="no file")) == expected
 
 
