@@ -336,7 +336,7 @@ def test_the_suite_shows_the_case_that_a_broken_kernel_fails(place: Path, tmp_pa
     done = run(tmp_path, place / "site", HAL, "conformance", "run", *arguments)
     assert done.returncode == 1
     assert "does NOT conform" in done.stdout
-    assert "--case topk_select/special/ordered" in done.stdout
+    assert "kimi-hal conformance replay topk_select/special/ordered" in done.stdout
 
 
 def test_the_version_range_follows_kimi_hal(monkeypatch: pytest.MonkeyPatch) -> None:
