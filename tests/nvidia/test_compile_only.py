@@ -10,7 +10,11 @@ from kimi_hal_conformance.schema import Report
 pytest.importorskip("triton", reason="Triton is not installed: nothing can be compiled")
 
 #: Target -> how its matrix unit's instructions begin.
-MATRIX = {"sm_90a": r"wgmma\.mma_async", "sm_100a": r"tcgen05\.mma", "sm_103a": r"tcgen05\.mma"}
+MATRIX = {
+    "sm_90a": r"wgmma\.mma_async|HGMMA",
+    "sm_100a": r"tcgen05\.mma|HMMA\.16816\.F32",
+    "sm_103a": r"tcgen05\.mma|HMMA\.16816\.F32",
+}
 
 
 @pytest.fixture(scope="module")

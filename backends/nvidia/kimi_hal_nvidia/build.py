@@ -1,0 +1,63 @@
+"""``python -m kimi_hal_nvidia.build``: compile the CUDA sources to the cubins that the package keeps.
+
+Needs nvcc 13.0 on the path, as the kept ones were made with; ``NVCC`` names another one. The same compiler gives the
+same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from kimi_hal_nvidia import cubins
+
+FLAGS = ("-std=c++17", "-O3", "-cubin")
+
+
+def compiler() -> str:
+    """Return the path of nvcc, or leave with a sentence."""
+    path = shutil.which(os.environ.get("NVCC", "nvcc"))
+    if path is None:
+        sys.exit("nvcc is not on the path: install the CUDA toolkit 13.0, or name its nvcc by NVCC=…")
+    return path
+
+
+def version(nvcc: str) -> str:
+    """Return the version of a compiler."""
+    said = subprocess.run([nvcc, "--version"], check=True, capture_output=True, text=True).stdout
+    found = re.search(r"V(\d+\.\d+\.\d+)", said)
+    return found[1] if found else "unknown"
+
+
+def compile_one(nvcc: str, stem: str, target: str, out: Path) -> None:
+    """Compile one source for one target, such as ``sm_90a``."""
+    code = f"-gencode=arch={target.replace('sm', 'compute')},code={target}"
+    subprocess.run([nvcc, *FLAGS, code, f"{stem}.cu", "-o", str(out)], check=True, cwd=cubins.SOURCES)
+
+
+def main() -> None:
+    """Compile everything and write the manifest."""
+    nvcc = compiler()
+    made: dict[str, dict[str, str]] = {}
+    cubins.KEPT.mkdir(exist_ok=True)
+    for stem in cubins.STEMS:
+        for arch, target in cubins.TARGETS.items():
+            path = cubins.KEPT / cubins.file_name(stem, arch)
+            compile_one(nvcc, stem, target, path)
+            made[path.name] = {
+                "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+                "source": cubins.source_hash(stem),
+                "nvcc": version(nvcc),
+            }
+            print(f"{path.name}: {path.stat().st_size} bytes")
+    cubins.MANIFEST.write_text(json.dumps(made, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

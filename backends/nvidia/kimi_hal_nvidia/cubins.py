@@ -1,0 +1,74 @@
+"""Where the compiled kernels are, and from which sources: a cubin is kept for each source and architecture."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from kimi_hal.errors import PluginError
+
+HERE = Path(__file__).parent
+SOURCES, KEPT = HERE / "kernels", HERE / "cubins"
+MANIFEST = KEPT / "manifest.json"
+
+#: Architecture as a probe names it -> target of the code, which is this architecture's own.
+TARGETS = {"sm_90": "sm_90a", "sm_100": "sm_100a", "sm_103": "sm_103a"}
+#: Sources that are compiled, each with what it includes.
+STEMS = {
+    "topk_short": ("selection.cuh", "order.cuh", "block.cuh", "shards.cuh"),
+    "topk_wide": ("slices.cuh", "selection.cuh", "order.cuh", "block.cuh", "shards.cuh"),
+    "topk_many": ("slices.cuh", "selection.cuh", "order.cuh", "block.cuh", "shards.cuh"),
+    "index_scores_fp8": (
+        "scores.cuh",
+        "copies.cuh",
+        "elements.cuh",
+        "products.cuh",
+        "block.cuh",
+        "shards.cuh",
+    ),
+    "index_scores_fp4": (
+        "scores.cuh",
+        "copies.cuh",
+        "elements.cuh",
+        "products.cuh",
+        "block.cuh",
+        "shards.cuh",
+    ),
+}
+
+
+def file_name(stem: str, arch: str) -> str:
+    """Return the name of a kept cubin."""
+    return f"{stem}.{TARGETS[arch]}.cubin"
+
+
+def source_hash(stem: str) -> str:
+    """Return a hash of a source and of all that it includes."""
+    digest = hashlib.sha256()
+    for name in (f"{stem}.cu", *STEMS[stem]):
+        digest.update(name.encode() + b"\0" + (SOURCES / name).read_bytes())
+    return digest.hexdigest()
+
+
+def manifest() -> dict[str, dict[str, str]]:
+    """Return what is kept: file name -> hashes of the file and of its source, and the compiler."""
+    kept: dict[str, dict[str, str]] = json.loads(MANIFEST.read_text())
+    return kept
+
+
+def read(stem: str, arch: str) -> bytes:
+    """Return the code of a source for an architecture.
+
+    Raises:
+        PluginError: there is none.
+    """
+    if arch not in TARGETS:
+        raise PluginError("nvidia", f"no kernel was compiled for {arch}, only for {', '.join(TARGETS)}")
+    path = KEPT / file_name(stem, arch)
+    if not path.is_file():
+        raise PluginError(
+            "nvidia",
+            f"{path.name} is missing: reinstall kimi-hal-nvidia, or run python -m kimi_hal_nvidia.build",
+        )
+    return path.read_bytes()

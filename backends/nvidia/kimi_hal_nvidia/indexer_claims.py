@@ -1,0 +1,82 @@
+"""Claims of this backend's own indexer and selection, as data. Imports no torch."""
+
+from __future__ import annotations
+
+from kimi_hal.dispatch.contract import Capability, Implementation, Preference, TensorCap
+from kimi_hal.domain import Domain, OneOf, Range
+from kimi_hal.triton.claim_terms import DCP, ELEMENT, FLAG, FLOAT, ROW
+
+#: Behind the portable kernels, until the suite has passed on the device: never taken by ``auto``.
+BY_NAME = (Preference(rank=-20, measured="benchmarks/results/h200/summary.json; the suite has not run yet"),)
+#: Compiled code of CUDA 13 needs its driver.
+REQUIRES = {"nvidia-driver": ">=580"}
+#: Pages are copied as they are, in pieces of 16 bytes.
+PAGES = TensorCap(align=16)
+#: Page orders in which a key's bytes stand together.
+FORMATS = OneOf(
+    (
+        "index.fp8.e4m3fn.f32.page64",
+        "index.fp8.e4m3fn.pow2.page64",
+        "index.fp8.e4m3fn.ue8m0x4.page64",
+        "index.mxfp4.page64",
+    )
+)
+SCORED: dict[str, Domain] = {
+    "index": FORMATS,
+    "num_heads": Range(1, 64),
+    "score": FLOAT,
+    "weights_dtype": FLOAT,
+    **DCP,
+}
+#: Candidates of a row have to stand in a block's shared memory.
+SELECTED: dict[str, Domain] = {"topk": Range(1, 2048), "ordered": FLAG, "return_selected": FLAG}
+SPECS: dict[str, dict[str, Domain]] = {
+    "indexer_logits": SCORED,
+    "indexer_topk": SCORED | SELECTED | {"emit": OneOf(("local", "slot"))},
+    "topk_select": SELECTED | DCP | {"score": FLOAT, "scores_dtype": FLOAT, "has_row_start": FLAG},
+}
+OPERANDS = {"q": ELEMENT, "q_scale": ELEMENT, "weights": ELEMENT, "cache": PAGES}
+TENSORS: dict[str, dict[str, TensorCap]] = {
+    "indexer_logits": OPERANDS,
+    "indexer_topk": OPERANDS,
+    "topk_select": {"scores": ELEMENT},
+}
+MODULES = {"indexer_logits": "scores", "indexer_topk": "indexer", "topk_select": "topk"}
+SOURCE = tuple(
+    f"kimi_hal_nvidia/{name}"
+    for name in (
+        "cubins/index_scores_*",
+        "cubins/topk_*",
+        "cubins.py",
+        "driver.py",
+        "indexer.py",
+        "parameters.py",
+        "scores.py",
+        "streams.py",
+        "topk.py",
+    )
+)
+
+
+def _implementation(operator: str) -> Implementation:
+    return Implementation(
+        operator=operator,
+        name="cuda",
+        build=f"kimi_hal_nvidia.{MODULES[operator]}:build_{operator}",
+        capabilities=(
+            Capability(
+                arch=("sm_90",),
+                spec=SPECS[operator],
+                tensors=TENSORS[operator],
+                properties=ROW,
+                requires=REQUIRES,
+            ),
+        ),
+        preferences=BY_NAME,
+        size="kimi_hal_nvidia.sizes:indexer_topk" if operator == "indexer_topk" else None,
+        source=SOURCE,
+        compile=f"kimi_hal_nvidia.indexer_kernels:{operator}",
+    )
+
+
+INDEXER = tuple(_implementation(operator) for operator in SPECS)

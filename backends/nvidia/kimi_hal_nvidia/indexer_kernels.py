@@ -1,0 +1,67 @@
+"""The code of this backend's own indexer, and what it must hold."""
+
+from __future__ import annotations
+
+from kimi_hal.dispatch.contract import Instruction, Kernel, Target
+from kimi_hal_nvidia.compiling import described
+from kimi_hal_nvidia.scores import RINGS
+from kimi_hal_nvidia.topk import FORMS
+
+#: Rows of scores are read by vectors of 16 bytes.
+WIDE_LOADS = Instruction(r"LDG\.E\.128", "scores are read sixteen bytes a thread at a time")
+BULK_COPY = Instruction(r"UBLKCP", "a page of keys is one asynchronous copy")
+CLUSTER = Instruction(r"UCGABAR_ARV", "blocks of a cluster meet before they read each other's candidates")
+NO_FP8_PRODUCTS = Instruction(
+    r"QGMMA|QMMA|UTCQMMA", "FP8 products are added with fewer bits than the contract asks for"
+)
+CONVERTED = Instruction(r"F2FP\.F16\.E4M3", "FP8 keys are converted by instruction")
+KEEPS_NAN = Instruction(r"FMNMX(\d?)\.NAN|FMNMX.*NAN", "the rectifier lets NaN through")
+#: Heads of the model's indexer.
+HEADS = 32
+#: Bytes a thread that registers do not suffice for, at most: 512 threads three to a multiprocessor have 40 each.
+SPILLED = 64
+
+
+def products(target: Target) -> Instruction:
+    """Return float16 products added in float32: of a warpgroup on Hopper, of a warp elsewhere."""
+    pattern = r"HGMMA\.64x\d+x16\.F32" if target.arch == "sm_90" else r"HMMA\.16816\.F32"
+    return Instruction(pattern, "float16 is multiplied by the matrix unit and added in float32")
+
+
+def topk_select(target: Target) -> tuple[Kernel, ...]:
+    """Return the three cuts of selection, of float32 scores."""
+    return tuple(
+        described(
+            f"topk_{what}",
+            f"{what}_float32",
+            target,
+            expected=[WIDE_LOADS, *([CLUSTER] if what == "wide" else [])],
+            spilled=SPILLED,
+            shared=shared,
+        )
+        for what, (_, shared) in FORMS.items()
+    )
+
+
+def indexer_logits(target: Target) -> tuple[Kernel, ...]:
+    """Return the scores of both elements with the model's heads, for each number of rows."""
+    return tuple(
+        described(
+            f"index_scores_{element}",
+            f"{element}_{ring.heads}x{ring.rows}",
+            target,
+            expected=[products(target), BULK_COPY, KEEPS_NAN, *([CONVERTED] if element == "fp8" else [])],
+            forbidden=[NO_FP8_PRODUCTS],
+            spilled=SPILLED,
+            shared=ring.shared(element),
+        )
+        for element in ("fp8", "fp4")
+        for ring in RINGS
+        if ring.heads == HEADS
+    )
+
+
+def indexer_topk(target: Target) -> tuple[Kernel, ...]:
+    """Return what it launches for few rows of FP8 keys; the others are those of its two parts."""
+    launched = ("fp8-32x1", "wide-float32")
+    return tuple(k for k in (*indexer_logits(target), *topk_select(target)) if k.name in launched)

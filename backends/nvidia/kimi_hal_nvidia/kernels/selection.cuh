@@ -1,0 +1,225 @@
+// Selection of the k best scores of a row: what every form of it needs.
+//
+// Rows are read in whole vectors of 16 bytes: what stands beside a row in its first and last one is loaded and dropped.
+#pragma once
+#include "order.cuh"
+#include "shards.cuh"
+
+struct Selection {
+  const void* scores;
+  const int* row_len;
+  const int* row_start;
+  int* out;
+  void* scores_out;
+  const int* table;
+  const int* row_req;
+  long long scores_row, out_row, scores_out_row, table_row, len_stride, start_stride, req_stride;
+  int width, k, blocks;
+  Shard shard;
+  int requests, pages, page;
+  int selected, slots, selected_bf16;
+};
+
+constexpr int DIGIT = 11, BINS = 1 << DIGIT;
+constexpr int COPIES = 4;    // of the bins, one for every fourth lane, so that lanes with one key wait less
+constexpr int LIST = 32;     // keys that one warp ranks by comparing all with all
+constexpr int MOST_K = 2048;
+
+struct Tally {
+  uint4 bins[BINS];  // a copy in each component
+  u32 sums[2][32];
+  u32 list[LIST];
+  u32 found[3], listed, collected, above, equal;
+};
+
+template <typename Score>
+struct Vector;
+template <>
+struct Vector<float> {
+  static constexpr int WIDTH = 4;
+  float x[4];
+  __device__ __forceinline__ void load(const float* at) {
+    float4 v = __ldg(reinterpret_cast<const float4*>(at));
+    x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
+  }
+};
+template <>
+struct Vector<__nv_bfloat16> {
+  static constexpr int WIDTH = 8;
+  float x[8];
+  __device__ __forceinline__ void load(const __nv_bfloat16* at) {
+    uint4 v = __ldg(reinterpret_cast<const uint4*>(at));
+    u32 w[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      x[2 * i] = __uint_as_float(w[i] << 16);
+      x[2 * i + 1] = __uint_as_float(w[i] & 0xffff0000u);
+    }
+  }
+};
+
+__device__ __forceinline__ float as_float(float x) { return x; }
+__device__ __forceinline__ float as_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+// The bins, once they are of no more use, as room for positions.
+__device__ __forceinline__ int* stage(Tally& t) { return reinterpret_cast<int*>(t.bins); }
+
+__device__ __forceinline__ void count(Tally& t, u32 bin) {
+  atomicAdd(reinterpret_cast<u32*>(t.bins) + bin * COPIES + lane() % COPIES, 1u);
+}
+
+template <int THREADS>
+__device__ __forceinline__ void clear_bins(Tally& t) {
+#pragma unroll 2
+  for (int i = threadIdx.x; i < BINS; i += THREADS) t.bins[i] = make_uint4(0, 0, 0, 0);
+}
+
+// Finds the largest bin that, with all above it, holds `needed`: found = {bin, keys above it, keys in it}. The bins
+// are zero behind it. Callers have filled the bins and synchronised; `turn` alternates between the rooms for sums.
+template <int THREADS>
+__device__ __noinline__ void find(Tally& t, u32 needed, u32 turn) {
+  constexpr int EACH = BINS / THREADS, WARPS = THREADS / 32;
+  u32 mine[EACH], sum = 0;
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {  // from the last bin down
+    uint4* bin = &t.bins[BINS - 1 - (threadIdx.x * EACH + i)];
+    mine[i] = bin->x + bin->y + bin->z + bin->w;
+    *bin = make_uint4(0, 0, 0, 0);
+    sum += mine[i];
+  }
+  u32 of_warp = __reduce_add_sync(EVERY, sum);
+  if (lane() == 0) t.sums[turn][warp()] = of_warp;
+  __syncthreads();
+  u32 sums = lane() < WARPS ? t.sums[turn][lane()] : 0, until = warp_inclusive(sums);
+  u32 who = __ffs(__ballot_sync(EVERY, until >= needed)) - 1;
+  if (who == warp()) {
+    u32 over = __shfl_sync(EVERY, until - sums, who) + warp_inclusive(sum) - sum;
+    if (over < needed && needed <= over + sum) {
+#pragma unroll
+      for (int i = 0; i < EACH; i++) {
+        if (over < needed && needed <= over + mine[i]) {
+          t.found[0] = BINS - 1 - (threadIdx.x * EACH + i);
+          t.found[1] = over;
+          t.found[2] = mine[i];
+        }
+        over += mine[i];
+      }
+    }
+  }
+  __syncthreads();
+}
+
+// The needed-th largest of the `same` keys in the list, at most 32; `needed` and `same` become those of its equals.
+template <int THREADS>
+__device__ __forceinline__ u32 rank_list(Tally& t, u32& same, u32& needed) {
+  u32 mine = lane() < same ? t.list[lane()] : 0;
+#pragma unroll 1
+  for (u32 i = warp(); i < same; i += THREADS / 32) {
+    u32 key = __shfl_sync(EVERY, mine, i);
+    u32 greater = __popc(__ballot_sync(EVERY, mine > key)), equal = __popc(__ballot_sync(EVERY, mine == key));
+    if (lane() == 0 && greater < needed && needed <= greater + equal) {
+      t.found[0] = key;
+      t.found[1] = greater;
+      t.found[2] = equal;
+    }
+  }
+  __syncthreads();
+  needed -= t.found[1];
+  same = t.found[2];
+  return t.found[0];
+}
+
+// One row: where it is and where its winners go.
+template <typename Score, bool ROUND, int THREADS>
+struct Row {
+  static constexpr int WIDTH = Vector<Score>::WIDTH;
+  const Selection& p;
+  long long row;
+  const Score* at;   // its first key
+  const Score* base; // the whole vector that holds it
+  int start, skew;   // first column; columns of that vector before it
+  int n, rank;       // keys; this block's number in the cluster
+
+  __device__ __forceinline__ Row(const Selection& p) : p(p), row(blockIdx.x / p.blocks), rank(blockIdx.x % p.blocks) {
+    start = p.row_start ? min(max(p.row_start[row * p.start_stride], 0), p.width) : 0;
+    at = static_cast<const Score*>(p.scores) + row * p.scores_row + start;
+    skew = static_cast<int>(reinterpret_cast<u64>(at) % 16 / sizeof(Score));
+    base = at - skew;
+  }
+
+  __device__ __forceinline__ void measure() {
+    n = min(local_length(p.row_len[row * p.len_stride], p.shard), p.width - start);
+    if (p.row_req && n > 0) {
+      int request = p.row_req[row * p.req_stride];
+      if (request < 0 || request >= p.requests) n = 0;
+    }
+  }
+
+  __device__ __forceinline__ u32 key_of(float x) const { return ordinal(ROUND ? rounded(x) : x); }
+  __device__ __forceinline__ u32 key_at(int place) const { return key_of(as_float(at[place])); }
+
+  __device__ __forceinline__ void select(u32 to, float x) const {
+    long long where = row * p.scores_out_row + to;
+    if (p.selected_bf16) static_cast<__nv_bfloat16*>(p.scores_out)[where] = __float2bfloat16_rn(x);
+    else static_cast<float*>(p.scores_out)[where] = x;
+  }
+
+  // Writes staged positions as winners `to` and on.
+  __device__ __forceinline__ void write(const int* staged, u32 to, u32 winners) const {
+#pragma unroll 1
+    for (u32 i = threadIdx.x; i < winners; i += THREADS) {
+      int place = staged[i];
+      p.out[row * p.out_row + to + i] = place;
+      if (p.selected) select(to + i, as_float(at[place]));
+    }
+  }
+
+  // A row with no more keys than are wanted.
+  __device__ __forceinline__ void take_all() const {
+#pragma unroll 1
+    for (int i = rank * THREADS + threadIdx.x; i < p.k; i += p.blocks * THREADS) {
+      p.out[row * p.out_row + i] = i < n ? i : -1;
+      if (p.selected) select(i, i < n ? as_float(at[i]) : -INFINITY);
+    }
+  }
+
+  // Turns positions into slots, in place; those on a page that is none are left out.
+  __device__ __forceinline__ void to_slots(Tally& t, u32 turn) const {
+    if (rank) return;
+    constexpr int EACH = MOST_K / THREADS;
+    int* out = p.out + row * p.out_row;
+    int request = n > 0 ? p.row_req[row * p.req_stride] : 0;
+    const int* table = p.table + request * p.table_row;
+    int slot[EACH];
+    float score[EACH];
+    u32 mine = 0, total;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      int from = threadIdx.x * EACH + i;
+      int place = from < min(n, p.k) ? reinterpret_cast<volatile int*>(out)[from] : -1;
+      int page = place < 0 ? -1 : table[place / p.page];
+      slot[i] = page < 0 || page >= p.pages ? -1 : page * p.page + place % p.page;
+      score[i] = slot[i] >= 0 && p.selected ? as_float(at[place]) : 0.0f;
+      mine += slot[i] >= 0;
+    }
+    u32 to = block_before<THREADS>(mine, t.sums[turn], total);  // synchronises behind the reads
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      if (slot[i] < 0) continue;
+      out[to] = slot[i];
+      if (p.selected) select(to, score[i]);
+      to++;
+    }
+#pragma unroll 1
+    for (u32 i = total + threadIdx.x; i < static_cast<u32>(p.k); i += THREADS) {
+      out[i] = -1;
+      if (p.selected) select(i, -INFINITY);
+    }
+  }
+};
+
+// The three forms that scores come in: float32, float32 rounded to bfloat16 first, bfloat16.
+#define EVERY_FORM(KERNEL)      \
+  KERNEL(float32, float, false) \
+  KERNEL(rounded, float, true)  \
+  KERNEL(bfloat16, __nv_bfloat16, false)

@@ -1,0 +1,226 @@
+"""``indexer_logits`` by CUDA kernels: pages of all rows' keys shared out evenly over the multiprocessors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kimi_hal import formats
+from kimi_hal.dispatch.contract import BuildContext
+from kimi_hal.ops.indexer import IndexerSpec, logits_width
+from kimi_hal.ops.operator import torch_dtype
+from kimi_hal.ops.spec import Limits
+from kimi_hal.parallel import ownership
+from kimi_hal_nvidia import driver
+from kimi_hal_nvidia.parameters import Parameters
+from kimi_hal_nvidia.streams import device_index, on_device, raw_stream
+
+#: ``struct Scoring`` of ``scores.cuh``: addresses, then numbers.
+ADDRESSES, NUMBERS = 8, "10q 11i 4x"
+PAGE = 64
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The shape of one kernel: see ``SCORES`` in ``scores.cuh``.
+
+    Args:
+        heads: that a row is padded to.
+        rows: of a request that share a key's read.
+        groups: warpgroups.
+        pages: in flight, by element.
+    """
+
+    heads: int
+    rows: int
+    groups: int
+    pages: dict[str, int]
+
+    @property
+    def columns(self) -> int:
+        """Columns of the matrix product."""
+        return self.heads * self.rows
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: its warpgroups, and a warp or a warpgroup that copies."""
+        return self.groups * 128 + (128 if self.columns == 256 else 32)
+
+    def shared(self, element: str) -> int:
+        """Return the bytes of ``struct Ring``."""
+        pages = self.pages[element]
+        page = -(-PAGE * ({"fp8": 128, "fp4": 64}[element] + 4) // 128) * 128
+        size = self.groups * self.columns * 260 + pages * page + self.groups * 32 + pages * 28 + 256 + 12
+        return -(-size // 8) * 8
+
+
+RINGS = (
+    Ring(32, 1, 5, {"fp8": 20, "fp4": 32}),
+    Ring(32, 2, 4, {"fp8": 16, "fp4": 32}),
+    Ring(32, 4, 2, {"fp8": 16, "fp4": 32}),
+    Ring(32, 8, 2, {"fp8": 10, "fp4": 20}),
+    Ring(64, 1, 4, {"fp8": 16, "fp4": 32}),
+    Ring(64, 4, 2, {"fp8": 10, "fp4": 20}),
+)
+
+
+def ring_for(heads: int, limits: Limits) -> Ring:
+    """Return the kernel for a head count and for as many rows as one request is likely to have."""
+    known = limits.rows_per_req if limits.uniform else 1
+    likely = max(known, -(-limits.max_rows // max(1, limits.max_reqs)))
+    fitting = [r for r in RINGS if r.heads >= heads]
+    fitting = [r for r in fitting if r.heads == fitting[0].heads]
+    return next((r for r in fitting if r.rows >= likely), fitting[-1])
+
+
+class Operands(NamedTuple):
+    """The seven operands of the scores."""
+
+    q: Tensor
+    q_scale: Tensor
+    weights: Tensor
+    cache: Tensor
+    block_table: Tensor
+    row_req: Tensor
+    row_len: Tensor
+
+    def rows(self, some: slice) -> Operands:
+        """Return the operands of some rows."""
+        return Operands(
+            self.q[some],
+            self.q_scale[some],
+            self.weights[some],
+            self.cache,
+            self.block_table,
+            self.row_req[some],
+            self.row_len[some],
+        )
+
+
+class Scorer:
+    """Scores rows against the keys of their requests, for one plan."""
+
+    def __init__(self, ctx: BuildContext) -> None:
+        spec: IndexerSpec = ctx.spec
+        fmt, index = formats.index(spec.index), device_index(ctx.device)
+        element = "fp4" if fmt.element == "e2m1" else "fp8"
+        ring = ring_for(spec.num_heads, ctx.limits)
+        kernel = driver.kernel(
+            f"index_scores_{element}",
+            ctx.arch,
+            f"{element}_{ring.heads}x{ring.rows}",
+            threads=ring.threads,
+            shared=ring.shared(element),
+            device=index,
+        )
+        self.parameters = Parameters(ADDRESSES, NUMBERS)
+        self.facts: tuple[Any, ...] = ()
+        self.launch = driver.launcher(kernel, self.parameters.address)
+        self.stream = raw_stream(index)
+        self.blocks = torch.cuda.get_device_properties(index).multi_processor_count
+        keys = ownership.of_keys(spec.dcp)
+        self.constants = (
+            spec.num_heads,
+            keys.world,
+            keys.rank,
+            keys.interleave,
+            int(spec.weights_dtype == "bfloat16"),
+            int(spec.score == "bfloat16"),
+            int(fmt.scale == "ue8m0x4"),
+        )
+
+    def __call__(self, given: Operands, out: Tensor) -> None:
+        """Write the scores of every row into ``out [T, L]``; there is at least one row."""
+        q, q_scale, weights, cache, table, row_req, row_len = given
+        facts = (
+            q.shape,
+            q.stride(),
+            q_scale.stride(),
+            weights.stride(),
+            cache.shape,
+            cache.stride(),
+            table.shape,
+            table.stride(),
+            row_req.stride(),
+            row_len.stride(),
+            out.shape,
+            out.stride(),
+        )
+        if facts != self.facts:
+            self.learn(given, out)
+            self.facts = facts
+        self.parameters.point(
+            q.data_ptr(),
+            q_scale.data_ptr(),
+            weights.data_ptr(),
+            cache.data_ptr(),
+            table.data_ptr(),
+            row_req.data_ptr(),
+            row_len.data_ptr(),
+            out.data_ptr(),
+        )
+        self.launch(self.blocks, 1, self.stream())
+
+    def learn(self, given: Operands, out: Tensor) -> None:
+        """Write down the numbers of these shapes."""
+        q, q_scale, weights, cache, table, row_req, row_len = given
+        self.parameters.tell(
+            *q.stride()[:2],
+            *q_scale.stride()[:2],
+            weights.stride(0),
+            cache.stride(0),
+            table.stride(0),
+            row_req.stride(0),
+            row_len.stride(0),
+            out.stride(0),
+            q.shape[0],
+            table.shape[0],
+            cache.shape[0],
+            min(table.shape[1] * PAGE, out.shape[1]),
+            *self.constants,
+        )
+
+
+def build_indexer_logits(ctx: BuildContext) -> Callable[..., Any]:
+    """Make the run function of ``indexer_logits``."""
+    spec, limits, check = ctx.spec, ctx.limits, ctx.check
+    score, dtype = Scorer(ctx), torch_dtype(spec.score)
+
+    def run(
+        q: Any,
+        q_scale: Any,
+        weights: Any,
+        cache: Any,
+        block_table: Any,
+        row_req: Any,
+        row_len: Any,
+        *,
+        step: Any = None,
+        out: Any = None,
+        workspace: Any = None,
+    ) -> Any:
+        check(
+            q=q,
+            q_scale=q_scale,
+            weights=weights,
+            cache=cache,
+            block_table=block_table,
+            row_req=row_req,
+            row_len=row_len,
+            step=step,
+            out=out,
+            workspace=workspace,
+        )
+        rows = q.shape[0]
+        if out is None:
+            width = logits_width(spec, limits, block_table.shape[1])
+            out = q.new_empty((rows, width), dtype=dtype)
+        if rows:
+            score(Operands(q, q_scale, weights, cache, block_table, row_req, row_len), out)
+        return out
+
+    return on_device(ctx.device, run)

@@ -1,0 +1,115 @@
+"""The kept code is that of the kept sources, and the structures that are packed for it are as long as there."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kimi_hal.errors import PluginError
+from kimi_hal_nvidia import build, cubins, scores, topk
+from kimi_hal_nvidia.parameters import Parameters
+
+FILES = [(stem, arch) for stem in cubins.STEMS for arch in cubins.TARGETS]
+
+
+@pytest.mark.parametrize(("stem", "arch"), FILES)
+def test_a_kept_cubin_is_what_the_manifest_says_of_the_kept_source(stem: str, arch: str) -> None:
+    kept = cubins.manifest()[cubins.file_name(stem, arch)]
+    assert kept["sha256"] == hashlib.sha256(cubins.read(stem, arch)).hexdigest()
+    assert kept["source"] == cubins.source_hash(stem), "run python -m kimi_hal_nvidia.build"
+
+
+@pytest.mark.parametrize("stem", cubins.STEMS)
+def test_all_that_a_source_includes_is_hashed_with_it(stem: str) -> None:
+    found, todo = set(), [f"{stem}.cu"]
+    while todo:
+        text = (cubins.SOURCES / todo.pop()).read_text()
+        new = set(re.findall(r'#include "(.+?)"', text)) - found
+        found |= new
+        todo += new
+    assert found == set(cubins.STEMS[stem])
+
+
+def test_nothing_is_kept_that_is_not_in_the_manifest() -> None:
+    kept = {path.name for path in cubins.KEPT.glob("*.cubin")}
+    assert kept == set(cubins.manifest())
+
+
+def test_an_architecture_without_code_is_refused_by_name() -> None:
+    with pytest.raises(PluginError) as refused:
+        cubins.read("topk_short", "sm_80")
+    assert str(refused.value) == (
+        "plugin 'nvidia': no kernel was compiled for sm_80, only for sm_90, sm_100, sm_103"
+    )
+
+
+def test_a_missing_cubin_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cubins, "KEPT", tmp_path)
+    with pytest.raises(PluginError) as refused:
+        cubins.read("topk_short", "sm_90")
+    assert str(refused.value) == (
+        "plugin 'nvidia': topk_short.sm_90a.cubin is missing: reinstall kimi-hal-nvidia, "
+        "or run python -m kimi_hal_nvidia.build"
+    )
+
+
+def test_without_a_compiler_the_build_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVCC", "no-such-nvcc")
+    with pytest.raises(SystemExit) as left:
+        build.compiler()
+    assert left.value.code == (
+        "nvcc is not on the path: install the CUDA toolkit 13.0, or name its nvcc by NVCC=…"
+    )
+
+
+LAYOUTS = """
+#include <cstdio>
+#include "scores.cuh"
+#include "slices.cuh"
+int main() {
+  printf("%zu %zu\\n", sizeof(Selection), sizeof(Scoring));
+  printf("%zu %zu %zu\\n", sizeof(Tally), sizeof(Room<8192, 6144, true>), sizeof(Room<4096, 512, false>));
+"""
+
+
+@pytest.mark.full
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed: nothing is compiled again")
+@pytest.mark.parametrize(("stem", "arch"), FILES)
+def test_the_same_compiler_makes_the_same_bytes(stem: str, arch: str, tmp_path: Path) -> None:
+    kept = cubins.manifest()[cubins.file_name(stem, arch)]
+    if build.version("nvcc") != kept["nvcc"]:
+        pytest.skip(f"this nvcc is {build.version('nvcc')}, the kept code was made by {kept['nvcc']}")
+    build.compile_one("nvcc", stem, cubins.TARGETS[arch], tmp_path / "again.cubin")
+    assert hashlib.sha256((tmp_path / "again.cubin").read_bytes()).hexdigest() == kept["sha256"]
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed: layouts are not compared")
+def test_packed_structures_and_shared_memory_are_as_long_as_in_the_sources(tmp_path: Path) -> None:
+    rings = [(e, r) for e in ("fp8", "fp4") for r in scores.RINGS]
+    lines = [
+        f'printf("%zu\\n", sizeof(Ring<{e.title()}, {r.columns}, {r.groups}, {r.pages[e]}>));'
+        for e, r in rings
+    ]
+    source = tmp_path / "layouts.cu"
+    source.write_text(LAYOUTS + "\n".join(lines) + "\n}\n")
+    command = [
+        "nvcc",
+        *build.FLAGS[:1],
+        "-I",
+        str(cubins.SOURCES),
+        str(source),
+        "-o",
+        str(tmp_path / "layouts"),
+    ]
+    subprocess.run([*command, "-gencode=arch=compute_90a,code=sm_90a"], check=True, capture_output=True)
+    said = subprocess.run([str(tmp_path / "layouts")], check=True, capture_output=True, text=True).stdout
+    first, second, *sizes = said.splitlines()
+    packed = [Parameters(module.ADDRESSES, module.NUMBERS).size for module in (topk, scores)]
+    assert first == " ".join(map(str, packed))
+    assert second == " ".join(str(topk.FORMS[what][1]) for what in ("short", "wide", "many"))
+    assert [int(size) for size in sizes] == [r.shared(e) for e, r in rings]
