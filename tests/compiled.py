@@ -24,12 +24,16 @@ def compiled(backend: str) -> Report:
 
 
 def wrong(report: Report) -> list[str]:
-    """Return what is neither right nor left out for its one good reason."""
+    """Return what is neither right nor left out for a good reason: it has no code of its own, or not for a target."""
     return [
         f"{v.implementation} {v.case}: {v.status}: {'; '.join(v.problems)}\n{v.output}"
         for v in report.verdicts
-        if v.status != PASSED and not (v.status == NOT_RUN and v.problems[0] in (OWN_CODE, OF_PARTS))
+        if v.status != PASSED and not (v.status == NOT_RUN and _left_out(v.problems[0]))
     ]
+
+
+def _left_out(why: str) -> bool:
+    return why in (OWN_CODE, OF_PARTS) or why.startswith("no kernel for ")
 
 
 def codes(report: Report, target: str, operator: str = "") -> Iterator[tuple[str, Code]]:

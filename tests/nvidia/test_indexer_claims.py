@@ -22,7 +22,7 @@ from kimi_hal_nvidia.parameters import Parameters
 
 H200 = matching.Target("sm_90", {"nvidia-driver": "580.159"})
 LIMITS = Limits(max_rows=64, max_reqs=64, max_context=1 << 17)
-CLAIMS = {i.operator: i.capabilities[0] for i in INDEXER}
+CLAIMS = {i.operator: i.capabilities[0] for i in INDEXER if i.name == "cuda"}
 FP8, SHUFFLED = "index.fp8.e4m3fn.pow2.page64", "index.fp8.e4m3fnuz.f32.shuffled.page64"
 
 
@@ -33,6 +33,13 @@ def refusals(spec: Any, operator: str, target: matching.Target = H200) -> list[s
 def test_claims_import_no_torch() -> None:
     code = "import sys, kimi_hal_nvidia.implementations; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("operator", CLAIMS)
+def test_code_for_blackwell_is_compiled_and_never_run(operator: str) -> None:
+    found = [i for i in INDEXER if i.operator == operator and i.name == "cuda_blackwell"]
+    assert [i.execution for i in found] == [("compile_only",)]
+    assert found[0].capabilities[0].arch == ("sm_100", "sm_103")
 
 
 @pytest.mark.parametrize("operator", CLAIMS)

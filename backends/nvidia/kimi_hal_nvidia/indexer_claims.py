@@ -58,14 +58,14 @@ SOURCE = tuple(
 )
 
 
-def _implementation(operator: str) -> Implementation:
+def _implementation(operator: str, name: str, arch: tuple[str, ...], execution: str) -> Implementation:
     return Implementation(
         operator=operator,
-        name="cuda",
+        name=name,
         build=f"kimi_hal_nvidia.{MODULES[operator]}:build_{operator}",
         capabilities=(
             Capability(
-                arch=("sm_90",),
+                arch=arch,
                 spec=SPECS[operator],
                 tensors=TENSORS[operator],
                 properties=ROW,
@@ -74,9 +74,17 @@ def _implementation(operator: str) -> Implementation:
         ),
         preferences=BY_NAME,
         size="kimi_hal_nvidia.sizes:indexer_topk" if operator == "indexer_topk" else None,
+        execution=(execution,),
         source=SOURCE,
         compile=f"kimi_hal_nvidia.indexer_kernels:{operator}",
     )
 
 
-INDEXER = tuple(_implementation(operator) for operator in SPECS)
+#: Blackwell's code is looked at and never run: nothing can plan it.
+INDEXER = (
+    *(_implementation(operator, "cuda", ("sm_90",), "native") for operator in SPECS),
+    *(
+        _implementation(operator, "cuda_blackwell", ("sm_100", "sm_103"), "compile_only")
+        for operator in SPECS
+    ),
+)
