@@ -32,15 +32,20 @@ def prepare(session: nox.Session, requirements: str) -> None:
     stamp.write_text(wanted)
 
 
+def test(session: nox.Session, folder: str) -> None:
+    """Run pytest on a folder, or with the arguments behind ``--``."""
+    session.run("python", "-m", "pytest", *(session.posargs or [folder]))
+
+
 @nox.session
 def tpu_jax(session: nox.Session) -> None:
     """Pallas kernels: interpreted, simulated with race detection, compiled for TPU topologies."""
     prepare(session, "tpu_jax.txt")
-    session.run("python", "-m", "pytest", "-q", *(session.posargs or ["tests/tpu_jax"]))
+    test(session, "tests/tpu_jax")
 
 
 @nox.session
 def tpu_xla(session: nox.Session) -> None:
     """The torch-xla path on torch-xla's CPU device."""
     prepare(session, "tpu_xla.txt")
-    session.run("python", "-m", "pytest", "-q", *(session.posargs or ["tests/tpu_xla"]))
+    test(session, "tests/tpu_xla")

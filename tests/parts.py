@@ -26,12 +26,17 @@ PACKAGES = ["kimi_hal", "conformance/kimi_hal_conformance"]
 
 @dataclass(frozen=True)
 class Part:
-    """One part of the run: its test folders, commands before them, and its share of minutes on 2 cores."""
+    """One part of the run: its test folders, commands before them, and its share of minutes on 2 cores.
+
+    Tests of ``sessions`` stand in the folder of the session's name and run in an environment of their own, which
+    nox makes once (``noxfile.py``).
+    """
 
     name: str
     minutes: float
     folders: tuple[str, ...] = ()
     commands: tuple[tuple[str, ...], ...] = ()
+    sessions: tuple[str, ...] = ()
 
 
 @dataclass
@@ -75,8 +80,14 @@ PARTS = (
     Part("nvidia", 8, ("tests/nvidia", "tests/portable")),
     Part("amd", 10, ("tests/amd",)),
     Part("ppu", 6, ("tests/ppu",)),
-    Part("tpu", 18, ("tests/tpu",)),
+    Part("tpu", 18, ("tests/tpu",), sessions=("tpu_jax", "tpu_xla")),
 )
+
+
+#: What may have gone wrong before any test ran, by the program that was to run them.
+ADVICE = {"nox": ": its environment could not be made; --skip tpu leaves it out"}
+#: Names of parts that are left out, comma-separated: for a developer's own shell, never for CI.
+SKIP = "SKIP_PARTS"
 
 
 def run_part(part: Part, full: bool, console: Console) -> Outcome:
@@ -88,31 +99,26 @@ def run_part(part: Part, full: bool, console: Console) -> Outcome:
             outcome.broken.append(" ".join(Path(word).name for word in command[:3]))
     folders = [folder for folder in part.folders if (ROOT / folder).is_dir()]
     if folders:
-        run_pytest(folders, full, outcome)
+        run_pytest([sys.executable, "-m", "pytest"], ["-n", "2", *folders], full, outcome)
+    for session in part.sessions:
+        nox = [str(BIN / "nox"), "-s", session, "--"]
+        run_pytest(nox, [f"tests/{session}"], full, outcome)
     outcome.seconds = time.perf_counter() - start
     return outcome
 
 
-def run_pytest(folders: list[str], full: bool, outcome: Outcome) -> None:
-    """Run pytest over folders on two workers, each with one torch thread, and count from its report."""
+def run_pytest(command: list[str], arguments: list[str], full: bool, outcome: Outcome) -> None:
+    """Run pytest, one torch thread a process, and count from its report."""
     with TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         marks = "not gpu" if full else "not gpu and not full"
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-n",
-            "2",
-            "-m",
-            marks,
-            f"--junitxml={report}",
-            *folders,
-        ]
-        code = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
+        whole = [*command, "-q", "-m", marks, f"--junitxml={report}", *arguments]
+        code = subprocess.run(whole, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
         if not report.is_file():
-            outcome.broken.append(f"pytest ended with {code} and no report")
+            what = " ".join(Path(word).name for word in command if word != "--")
+            outcome.broken.append(
+                f"{what} ended with {code} and no report{ADVICE.get(Path(command[0]).name, '')}"
+            )
             return
         for suite in ET.parse(report).getroot().iter("testsuite"):
             count = {key: int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped")}
@@ -163,15 +169,28 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--full", action="store_true", help="also what is too long for `make test`")
     parser.add_argument("--only", action="append", choices=[p.name for p in PARTS], help="this part alone")
+    parser.add_argument(
+        "--skip",
+        action="append",
+        choices=[p.name for p in PARTS],
+        default=[name for name in os.environ.get(SKIP, "").split(",") if name],
+        help=f"leave this part out; {SKIP} names several, with commas",
+    )
     options = parser.parse_args()
+    if unknown := set(options.skip) - {p.name for p in PARTS}:
+        parser.error(
+            f"{SKIP} names {', '.join(sorted(unknown))}; the parts are {', '.join(p.name for p in PARTS)}"
+        )
     console = Console(width=100)
     outcomes = {
         part.name: run_part(part, options.full, console)
         for part in PARTS
-        if not options.only or part.name in options.only
+        if (not options.only or part.name in options.only) and part.name not in options.skip
     }
     show(outcomes, console)
-    if options.full and not options.only:
+    for name in options.skip:
+        print(f"left out: {name}")
+    if options.full and not options.only and not options.skip:
         keep(outcomes)
     broken = sum(len(o.broken) for o in outcomes.values())
     passed = sum(o.passed for o in outcomes.values())

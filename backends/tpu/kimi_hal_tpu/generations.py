@@ -38,12 +38,12 @@ GENERATIONS = (
     Generation("tpu7x", "tpu7x:2x2x1", "TPU7x", sparse_core=True, float4=True),
 )
 NEEDS = {
-    "sparse_core": ("SparseCores", "SparseCore kernels (selection, gather)"),
-    "float4": ("a float4 MXU", "float4 products"),
+    "sparse_core": ("SparseCore", "selection and gather by Pallas kernels"),
+    "float4": ("float4 MXU", "float4 products"),
 }
 INSTEAD = {
-    "sparse_core": "tpu.xla selects and gathers on TensorCore",
-    "float4": "dequantise to bfloat16, which is exact",
+    "sparse_core": "Take tpu.xla, which selects and gathers on TensorCore",
+    "float4": "Dequantise to bfloat16, which is exact",
 }
 
 
@@ -74,10 +74,8 @@ def require(name: str, needs: Sequence[str]) -> Generation:
     for need in needs:
         if not getattr(generation, need):
             what, kernels = NEEDS[need]
-            having = " and ".join(g.name for g in GENERATIONS if getattr(g, need))
-            verb = "have" if " and " in having else "has"
+            having = ", ".join(g.name for g in GENERATIONS if getattr(g, need))
             raise SelectionError(
-                f"{generation.name} has no {what.removeprefix('a ')}, which {kernels} need; {having} {verb} them: "
-                f"{INSTEAD[need]}"
+                f"{generation.name} has no {what}, which {kernels} need; it is on {having}. {INSTEAD[need]}"
             )
     return generation

@@ -153,7 +153,9 @@ def pad(name: str, arg: Arg, value: Any, targets: Mapping[str, int]) -> Any:
 
 
 def target(word: str, size: int, targets: Mapping[str, int]) -> int:
-    """Return the static size of one dimension."""
+    """Return the static size of one dimension; one that may be shorter than a bound becomes a power of two."""
+    if word.startswith("<=") and targets:
+        return buckets.power(size)
     bare = word.removeprefix(">=").removeprefix("<=")
     base, plus, extra = bare.partition("+")
     found = targets.get(base, size)

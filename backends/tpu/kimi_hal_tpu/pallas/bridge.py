@@ -54,7 +54,19 @@ class JaxCPU:
         """Run on torch tensors on the CPU; returns torch tensors."""
         refuse_dynamic(self.op, {f"{n}.shape": s for n, t in operands.items() for s in t.shape})
         arrays = {name: to_jax(tensor) for name, tensor in operands.items()}
-        return [to_torch(array) for array in self.jitted(arrays)]
+        results = [to_torch(array) for array in self.jitted(arrays)]
+        if races_found():
+            raise PlanError(
+                f"{self.op.name}: the TPU simulator found a race in tpu.pallas; its results mean nothing"
+            )
+        return results
+
+
+def races_found() -> bool:
+    """Tell whether the simulator saw a race in the kernel that it ran last."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # it has no public name
+
+    return bool(interpret_pallas_call.races and interpret_pallas_call.races.races_found)
 
 
 def to_jax(tensor: Tensor) -> Any:

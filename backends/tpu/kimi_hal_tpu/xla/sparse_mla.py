@@ -38,7 +38,7 @@ def sparse_mla(spec: SparseMLASpec, given: Given) -> tuple[Tensor, Tensor]:
     valid = slots >= 0
     rows = cache.reshape(-1, fmt.row_bytes)[slots.clamp(min=0).reshape(-1)]
     values, count = latents(fmt, rows)
-    keys = torch.where(valid[..., None], values.reshape(*slots.shape, -1), 0.0)
+    keys = torch.where(valid[..., None], values.reshape(*slots.shape, values.shape[1]), 0.0)
     factor = given["k_scale"] if fmt.needs_scale else torch.ones_like(values[0, :1])
     scale = factor * spec.softmax_scale
     if "q_scale" in given:

@@ -1,0 +1,98 @@
+"""What a caller is told who asks a TPU for what it has not: sizes, generations, versions, a device."""
+
+from __future__ import annotations
+
+import pytest
+
+import kimi_hal as hal
+from kimi_hal.errors import ContractError, SelectionError, ToolMissingError, UnknownNameError
+from kimi_hal.ops.spec import Limits
+from kimi_hal.ops.topk_merge import TopKSpec
+from kimi_hal_tpu import buckets, generations, requirements
+
+
+def test_rows_outside_every_bucket_name_the_buckets() -> None:
+    limits = Limits(max_rows=64, max_reqs=8, row_buckets=(8, 64))
+    assert [buckets.fit("kda_decode", "T", n, buckets.of_rows(limits)) for n in (0, 8, 9)] == [8, 8, 64]
+    with pytest.raises(ContractError) as error:
+        buckets.fit("kda_decode", "T", 65, buckets.of_rows(limits))
+    assert str(error.value) == (
+        "kda_decode: T=65 is in no bucket; this plan compiles for 8, 64. Plan with Limits(row_buckets=…) that hold "
+        "it, and pad to one: a length of 0 or an index of −1 marks a padded row"
+    )
+
+
+def test_on_the_device_rows_must_be_a_bucket() -> None:
+    buckets.exact("kda_decode", "T", 64, (8, 64))
+    with pytest.raises(ContractError, match="T=9 is in no bucket; this plan compiles for 8, 64"):
+        buckets.exact("kda_decode", "T", 9, (8, 64))
+
+
+def test_without_buckets_they_are_powers_of_two_up_to_the_most_rows() -> None:
+    assert buckets.of_rows(Limits(max_rows=100, max_reqs=8)) == (8, 16, 32, 64, 128)
+    assert buckets.of_rows(Limits(max_rows=0, max_reqs=0)) == (8,)
+
+
+def test_a_generation_that_does_not_exist_names_the_nearest() -> None:
+    with pytest.raises(UnknownNameError) as error:
+        generations.get("v7x:2x2x1")
+    assert "unknown TPU generation 'v7x'" in str(error.value)
+    assert "v5e" in str(error.value)
+
+
+def test_v5e_has_no_sparse_cores() -> None:
+    with pytest.raises(SelectionError) as error:
+        generations.require("v5e:2x2", ("sparse_core",))
+    assert str(error.value) == (
+        "v5e has no SparseCore, which selection and gather by Pallas kernels need; it is on v5p, v6e, tpu7x. "
+        "Take tpu.xla, which selects and gathers on TensorCore"
+    )
+
+
+def test_float4_is_multiplied_by_tpu7x_alone() -> None:
+    assert generations.require("tpu7x", ("float4", "sparse_core")).topology == "tpu7x:2x2x1"
+    with pytest.raises(SelectionError) as error:
+        generations.require("v6e", ("float4",))
+    assert str(error.value) == (
+        "v6e has no float4 MXU, which float4 products need; it is on tpu7x. Dequantise to bfloat16, which is exact"
+    )
+
+
+def test_a_libtpu_of_another_jax_is_refused() -> None:
+    requirements.check_jax("0.10.2", "0.0.42.1")
+    requirements.check_jax("0.10.2", "")
+    with pytest.raises(ToolMissingError) as error:
+        requirements.check_jax("0.10.2", "0.0.52")
+    assert str(error.value) == (
+        "jax 0.10.2 goes with libtpu 0.0.42.*, this is libtpu 0.0.52, whose compiler fails on asynchronous operations "
+        "of another jax: pip install 'libtpu==0.0.42.*'"
+    )
+
+
+def test_another_jax_is_refused() -> None:
+    with pytest.raises(ToolMissingError) as error:
+        requirements.check_jax("0.7.1", "0.0.20")
+    assert str(error.value) == (
+        "the Pallas kernels are written for jax 0.10, this is jax 0.7.1: pip install -r requirements/tpu_jax.txt"
+    )
+
+
+def test_a_torch_xla_of_another_torch_is_refused() -> None:
+    requirements.check_torch_xla("2.9.0", "2.9.1+cu128")
+    with pytest.raises(ToolMissingError) as error:
+        requirements.check_torch_xla("2.9.0", "2.13.0+cpu")
+    assert str(error.value) == (
+        "torch-xla 2.9.0 serves torch 2.9, this is torch 2.13.0+cpu: pip install -r requirements/tpu_xla.txt"
+    )
+
+
+def test_where_no_tpu_is_the_error_says_what_was_looked_for_and_what_to_type(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KIMI_HAL_BACKEND", "tpu")
+    with pytest.raises(SelectionError) as error:
+        hal.plan("topk_select", TopKSpec(topk=8), device="cpu")
+    assert str(error.value) == (
+        "topk_select: KIMI_HAL_BACKEND=tpu, but there is no device: no PCI device of vendor 0x1ae0 with a TPU's device "
+        "id. KIMI_HAL_EXECUTION=interpreted runs its kernels on the CPU"
+    )

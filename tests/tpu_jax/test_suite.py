@@ -1,0 +1,60 @@
+"""The suite over the Pallas kernels: interpreted with race detection, and compiled for every generation."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("jax", reason="needs the environment of `nox -s tpu_jax`")
+
+from kimi_hal_conformance.schema import read
+from kimi_hal_conformance.verdict import PASSED
+
+
+def run(path: Path, *options: str) -> list[tuple[str, str, tuple[str, ...]]]:
+    command = [
+        "-m",
+        "kimi_hal.cli.main",
+        "conformance",
+        "run",
+        "--backend",
+        "tpu",
+        "--implementation",
+        "tpu.pallas",
+    ]
+    done = subprocess.run(
+        [sys.executable, *command, *options, "--json", str(path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [(v.case, v.status, v.problems) for v in read(path.read_bytes()).verdicts]
+
+
+@pytest.mark.timeout(1200)
+def test_the_kernels_keep_the_contract_interpreted(tmp_path: Path) -> None:
+    verdicts = run(tmp_path / "report.json", "--execution", "interpreted", "--profile", "interp")
+    passed = {case.partition("/")[0] for case, status, _ in verdicts if status == PASSED}
+    assert passed == {"indexer_logits", "indexer_topk", "topk_select", "sparse_mla"}
+
+
+@pytest.mark.timeout(900)
+def test_every_kernel_compiles_for_every_generation_that_can_run_it(tmp_path: Path) -> None:
+    verdicts = run(tmp_path / "compiled.json", "--compile-only", "--strict")
+    compiled = {case for case, status, _ in verdicts if status == PASSED}
+    for target in ("v5p", "v6e", "tpu7x"):
+        names = {case.split("/", 1)[1].rsplit("/", 1)[0] for case in compiled if case.endswith(f"/{target}")}
+        assert names == {
+            "indexer_logits/decode",
+            "indexer_logits/prefill",
+            "indexer_topk/decode",
+            "topk_select/select",
+            "sparse_mla/gather",
+            "sparse_mla/decode",
+            "sparse_mla/prefill",
+        }
+    assert {case for case in compiled if case.endswith("/v5e")} == {
+        "compile/indexer_logits/decode/v5e",
+        "compile/indexer_logits/prefill/v5e",
+    }

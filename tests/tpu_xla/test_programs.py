@@ -1,0 +1,121 @@
+"""Traced programs: one compilation a bucket, nothing that leaves the trace, nothing whose shape depends on data."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("torch_xla", reason="needs the environment of `nox -s tpu_xla`")
+os.environ.setdefault("PJRT_DEVICE", "CPU")
+
+import torch_xla
+import torch_xla.debug.metrics as metrics
+
+import kimi_hal as hal
+from kimi_hal.dispatch.device import HostDevice
+from kimi_hal.errors import ContractError
+from kimi_hal.ops.kda import KDASpec
+from kimi_hal.ops.spec import Limits
+from kimi_hal.ops.topk_merge import TopKSpec
+from kimi_hal_conformance import case as cases
+from kimi_hal_conformance.calls import Subject
+from kimi_hal_conformance.cases import load
+from kimi_hal_conformance.execute import try_case
+from kimi_hal_tpu.xla.tracing import Traced, clamp, view_as
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KIMI_HAL_EXECUTION", "interpreted")
+    monkeypatch.setenv("KIMI_HAL_BACKEND", "tpu")
+
+
+def compilations() -> int:
+    data = metrics.metric_data("CompileTime")
+    return int(data[0]) if data else 0
+
+
+def test_rows_of_one_bucket_share_a_compilation() -> None:
+    limits = Limits(max_rows=32, max_reqs=4, row_buckets=(4, 32))
+    plan = hal.plan("topk_select", TopKSpec(topk=4), limits, device="cpu", implementation="tpu.xla")
+    counts = []
+    for rows, width in ((1, 100), (3, 128), (4, 77), (5, 100), (32, 65)):
+        before = compilations()
+        scores, lengths = torch.randn(rows, width), torch.full((rows,), width, dtype=torch.int32)
+        index, _ = plan.run(scores, lengths)
+        assert index.tolist() == scores.topk(4).indices.sort().values.tolist()
+        counts.append(compilations() - before)
+    assert counts == [1, 0, 0, 1, 0]
+
+
+def test_sequences_of_one_bucket_share_a_compilation() -> None:
+    spec, limits = (
+        KDASpec(num_heads=2, head_dim=8, gate="log"),
+        Limits(max_rows=16, max_reqs=4, uniform=False),
+    )
+    plan = hal.plan("kda_prefill", spec, limits, device="cpu", implementation="tpu.xla")
+    counts = []
+    for cuts in ([0, 3, 7], [0, 8, 8], [0, 1, 5]):
+        before = compilations()
+        q, k, v = (torch.randn(cuts[-1], 2, 8).bfloat16() for _ in range(3))
+        g, beta = -torch.rand(cuts[-1], 2, 8), torch.rand(cuts[-1], 2)
+        ids, rows = torch.tensor([1, 0]).int(), torch.tensor(cuts).int()
+        out = plan.run(q, k, v, g, beta, None, None, torch.zeros(2, 2, 8, 8), ids, rows)
+        assert out.isfinite().all()
+        counts.append(compilations() - before)
+    assert counts == [1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "quantize_index_query/edges/values/index.mxfp4.page64",
+        "store_index_keys/edges/slots/index.mxfp4.page64",
+        "indexer_topk/slots",
+        "store_latent/edges/slots/latent.nvfp4.352",
+        "sparse_mla/edges/owner-of-3/rank2",
+        "kda_conv/edges/padding-between/d60",
+        "kda_prefill/small/none",
+        "kda_commit/edges/checkpoints",
+        "moe_route/edges/all-scores-0",
+        "moe_experts/edges/crowded-expert",
+    ],
+)
+def test_no_part_of_a_program_runs_on_the_host(case: str) -> None:
+    """torch-xla counts what it computes on the host under the name that torch has for it."""
+    load()
+    metrics.clear_all()
+    problems, _ = try_case(cases.get(case), Subject("tpu.xla", "cpu", HostDevice()), 0)[:2]
+    assert not problems
+    assert [name for name in metrics.counter_names() if name.startswith("aten::")] == []
+
+
+def test_a_shape_that_depends_on_data_is_refused() -> None:
+    x = torch.arange(4, device=torch_xla.device())
+    with pytest.raises(ContractError) as error, Traced():
+        x[x > 1]
+    assert str(error.value) == (
+        "a TPU program: __getitem__ gives a shape, or a Python value, that depends on data: such a program cannot be "
+        "compiled once for a bucket"
+    )
+    with pytest.raises(ContractError, match="a TPU program: nonzero gives a shape"), Traced():
+        x.nonzero()
+
+
+def test_bits_are_read_as_torch_reads_them() -> None:
+    x = torch.tensor([[1.5, -0.0, NAN, INF]])
+    moved = x.to(torch_xla.device())
+    for dtype in (torch.int32, torch.uint8):
+        assert torch.equal(view_as(moved, dtype).cpu(), x.view(dtype))
+    assert torch.equal(view_as(view_as(moved, torch.uint8), torch.int32).cpu(), x.view(torch.int32))
+
+
+def test_a_clamp_keeps_infinity_and_nan() -> None:
+    x = torch.tensor([INF, NAN, -INF, 0.5])
+    for low, high in ((0.0, None), (None, 2.0), (0.0, 2.0)):
+        found = clamp(x.to(torch_xla.device()), min=low, max=high).cpu()
+        assert torch.equal(found.nan_to_num(7.0), x.clamp(low, high).nan_to_num(7.0))
