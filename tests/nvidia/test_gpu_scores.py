@@ -1,0 +1,140 @@
+"""``indexer_logits`` by the CUDA kernels beside the formula in float64: formats, heads, rows, broken pages, scales."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kimi_hal as hal
+from kimi_hal import formats
+from kimi_hal.ops.indexer import IndexerSpec
+from kimi_hal.ops.spec import DCP, Limits
+from kimi_hal.parallel import ownership
+from kimi_hal.reference import indexer as reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+POW2, MXFP4 = "index.fp8.e4m3fn.pow2.page64", "index.mxfp4.page64"
+FORMATS = ("index.fp8.e4m3fn.f32.page64", POW2, "index.fp8.e4m3fn.ue8m0x4.page64", MXFP4)
+Operands = dict[str, Tensor]
+
+
+def drawn(spec: IndexerSpec, lengths: tuple[int, ...], rows: int) -> Operands:
+    """Return queries and shuffled pages of requests of these lengths."""
+    g, fmt = torch.Generator().manual_seed(1), formats.index(spec.index)
+    pages = [-(-n // 64) for n in lengths]
+    cache = torch.zeros(sum(pages) + 3, fmt.page_bytes, dtype=torch.uint8)
+    tokens = len(cache) * 64
+    fmt.write(cache, torch.arange(tokens), torch.randn(tokens, 128, generator=g))
+    table = torch.full((len(lengths), max(pages) + 1), -1, dtype=torch.int32)
+    shuffled = torch.randperm(len(cache), generator=g).int().split([*pages, 3])
+    for row, mine in zip(table, shuffled, strict=False):
+        row[: len(mine)] = mine
+    total = len(lengths) * rows
+    q, scale = fmt.encode_query(torch.randn(total, spec.num_heads, 128, generator=g).bfloat16())
+    weights = torch.randn(total, spec.num_heads, generator=g) * 0.02
+    return {
+        "q": q,
+        "q_scale": scale
+        if fmt.element == "e2m1"
+        else torch.empty(total, spec.num_heads, 0, dtype=torch.uint8),
+        "weights": weights.to(getattr(torch, spec.weights_dtype)),
+        "cache": cache,
+        "block_table": table,
+        "row_req": torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(rows),
+        "row_len": torch.tensor([max(0, n - rows + 1 + i) for n in lengths for i in range(rows)]).int(),
+    }
+
+
+def right(
+    spec: IndexerSpec,
+    lengths: tuple[int, ...],
+    rows: int = 1,
+    broken: Callable[[Operands], None] | None = None,
+) -> None:
+    """Score twice, and compare the runs with each other in bits and with float64."""
+    operands = drawn(spec, lengths, rows)
+    if broken:
+        broken(operands)
+    given = {name: tensor.cuda() for name, tensor in operands.items()}
+    limits = Limits(
+        max_rows=len(given["q"]), max_reqs=len(lengths), max_context=max(lengths) + 64, rows_per_req=rows
+    )
+    plan = hal.plan("indexer_logits", spec, limits, device="cuda", implementation="nvidia.cuda")
+    first, again = (plan.run(**given).float() for _ in range(2))
+    exact = reference.indexer_logits(spec, **given, dtype=torch.float64)
+    keys = ownership.local_length(given["row_len"].long(), ownership.of_keys(spec.dcp)).tolist()
+    for row, n in enumerate(keys):
+        got, wanted = first[row, :n].double(), exact[row, :n]
+        assert torch.equal(first[row, :n].nan_to_num(3e9), again[row, :n].nan_to_num(3e9))
+        assert torch.equal(got.isnan(), wanted.isnan())
+        assert torch.equal(got.isinf(), wanted.isinf())
+        finite = wanted.isfinite()
+        if finite.any():
+            error = (got - wanted)[finite].abs().max() / wanted[finite].abs().mean()
+            assert error < (2e-2 if spec.score == "bfloat16" else 2e-5)
+
+
+def nothing_there(o: Operands) -> None:
+    """NaN in keys, and table entries that name no page."""
+    o["cache"][0, 5], o["cache"][1, 2400] = 0x7F, 0xFF
+    o["block_table"][0, 0], o["block_table"][-1, 0] = -1, 10**6
+
+
+def wild_keys(o: Operands) -> None:
+    """Scales of one key further apart than float16 reaches, and one that is NaN."""
+    o["cache"][:, 4096:] = torch.randint(60, 200, (len(o["cache"]), 256), dtype=torch.uint8)
+    o["cache"][2, 4103] = 255
+
+
+def wild_queries(o: Operands) -> None:
+    o["q_scale"] = torch.randint(100, 150, o["q_scale"].shape, dtype=torch.uint8)
+
+
+def zero_blocks(o: Operands) -> None:
+    o["cache"][:, :1024] = 0
+    o["cache"][:, 4096:4136:4] = 0
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("broken", [None, nothing_there])
+def test_every_format(name: str, broken: Any) -> None:
+    right(IndexerSpec(index=name), (65, 1, 200, 64, 63, 1000), broken=broken)
+
+
+@pytest.mark.parametrize("heads", [1, 24, 32, 40, 64])
+@pytest.mark.parametrize("rows", [1, 2, 4, 5, 8])
+@pytest.mark.parametrize("name", [POW2, MXFP4])
+def test_every_number_of_heads_and_of_rows_that_share_keys(name: str, rows: int, heads: int) -> None:
+    right(IndexerSpec(index=name, num_heads=heads), (65, 129, 500), rows=rows)
+
+
+@pytest.mark.parametrize("broken", [wild_keys, wild_queries, zero_blocks])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_scales_that_float16_cannot_hold_are_multiplied_number_by_number(broken: Any, rows: int) -> None:
+    right(IndexerSpec(index=MXFP4), (200, 70), rows=rows, broken=broken)
+
+
+def test_scores_and_weights_in_bfloat16() -> None:
+    right(IndexerSpec(index=POW2, score="bfloat16", weights_dtype="bfloat16"), (300, 63))
+
+
+@pytest.mark.parametrize("index", ["sharded", "replicated"])
+def test_a_rank_scores_its_share(index: str) -> None:
+    dcp = DCP(world=4, rank=2, interleave=4, index=index)
+    right(IndexerSpec(index=POW2, dcp=dcp), (65, 3, 200))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "rows"),
+    [(tuple(range(1, 700)), 1), (tuple(range(8, 300)), 4), ((40000, 100, 20000), 1), ((0, 70), 1)],
+)
+def test_shares_end_anywhere(lengths: tuple[int, ...], rows: int) -> None:
+    right(IndexerSpec(index=POW2), lengths, rows=rows)
