@@ -47,7 +47,8 @@ def changes(old: Report, new: Report, factor: float = FACTOR) -> Iterator[Change
 
     A case got worse if it passed and does not any more, for whatever reason; if it is newly failing, crashed or
     hung; or if it needs a larger share of its budget by more than ``factor``. An implementation got worse if its
-    level sank or it is gone; the whole if it conformed and does not.
+    level sank or it is gone; the whole if it conformed and does not. What a limited run was not asked for is not gone
+    for the worse.
 
     Args:
         old: the earlier report.
@@ -75,7 +76,7 @@ def _conditions(old: Report, new: Report) -> Iterator[Change]:
     """Yield what was run otherwise, and with what other libraries."""
     if old.suite_version != new.suite_version:
         yield Change(OTHER, "suite", "kimi-hal-conformance", old.suite_version, new.suite_version)
-    for name in ("execution", "profile", "seed", "repeats", "python", "platform", "devices"):
+    for name in ("execution", "profile", "limited_to", "seed", "repeats", "python", "platform", "devices"):
         before, after = (_said(getattr(report.environment, name)) for report in (old, new))
         if before != after:
             yield Change(OTHER, "conditions", name, before, after)
@@ -93,14 +94,19 @@ def _said(value: object) -> str:
 def _implementations(old: Report, new: Report) -> Iterator[Change]:
     before, after = ({(i.operator, i.name): i for i in report.implementations} for report in (old, new))
     for key in dict.fromkeys((*before, *after)):
-        yield from _implementation(" ".join(key), before.get(key), after.get(key))
+        yield from _implementation(" ".join(key), before.get(key), after.get(key), _gone(new))
 
 
-def _implementation(name: str, old: Tested | None, new: Tested | None) -> Iterator[Change]:
+def _gone(new: Report) -> str:
+    """Return what it is that something is no more in a report: it is worse, unless the run was asked for less."""
+    return OTHER if new.environment.limited_to else WORSE
+
+
+def _implementation(name: str, old: Tested | None, new: Tested | None, gone: str) -> Iterator[Change]:
     if old is None and new is not None:
         yield Change(OTHER, "appeared", name, ABSENT, f"level {new.level}")
     elif old is not None and new is None:
-        yield Change(WORSE, "vanished", name, f"level {old.level}", ABSENT)
+        yield Change(gone, "vanished", name, f"level {old.level}", ABSENT)
     elif old is not None and new is not None:
         if old.level != new.level:
             effect = WORSE if new.level < old.level else BETTER
@@ -124,14 +130,15 @@ def _cases(old: Report, new: Report) -> Iterator[Change]:
     for key in dict.fromkeys((*before, *after)):
         was, now = before.get(key), after.get(key)
         if key[:2] in lasting or (now is not None and now.status in AGAINST):
-            yield from _case(f"{key[1]} {key[2]}", was, now, old.suite_version == new.suite_version)
+            gone = _gone(new) if old.suite_version == new.suite_version else OTHER
+            yield from _case(f"{key[1]} {key[2]}", was, now, gone)
 
 
 def _names(report: Report) -> set[tuple[str, str]]:
     return {(i.operator, i.name) for i in report.implementations}
 
 
-def _case(subject: str, old: Verdict | None, new: Verdict | None, same_suite: bool) -> Iterator[Change]:
+def _case(subject: str, old: Verdict | None, new: Verdict | None, gone: str) -> Iterator[Change]:
     before, after = (found.status if found else ABSENT for found in (old, new))
     if before == after:
         return
@@ -145,7 +152,7 @@ def _case(subject: str, old: Verdict | None, new: Verdict | None, same_suite: bo
     elif new is not None and new.status == PASSED and before in (*AGAINST, WAIVED):
         yield Change(BETTER, "newly passing", subject, before, after)
     elif new is None:
-        effect = WORSE if before == PASSED and same_suite else OTHER
+        effect = gone if before == PASSED else OTHER
         yield Change(effect, "vanished", subject, before, after)
     elif before == PASSED:
         yield Change(WORSE, "passes no more", subject, before, after)

@@ -37,6 +37,9 @@ def cli() -> None:
     type=click.Choice(PROFILE_NAMES),
     help="Which cases; interp where kernels are interpreted, else quick.",
 )
+@click.option(
+    "--operator", "operators", multiple=True, metavar="NAME", help="This operator alone; may be repeated."
+)
 @click.option("--case", "only", multiple=True, metavar="ID", help="This case alone; may be repeated.")
 @click.option("--implementation", default="", metavar="NAME", help="This implementation alone.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the operands.")
@@ -89,6 +92,7 @@ def run(
     backend: str,
     execution: str,
     profile: str | None,
+    operators: tuple[str, ...],
     only: tuple[str, ...],
     implementation: str,
     seed: int,
@@ -135,9 +139,10 @@ def run(
             repeats=repeats,
             resume=resume.read(resume_path) if resume_path else None,
             undeclared=undeclared,
+            operators=operators,
         )
         compile_request = compiled.CompileRequest(
-            backend, targets, implementation, only, limit, lanes, compiling.strict(strict)
+            backend, targets, implementation, only, limit, lanes, compiling.strict(strict), operators
         )
         with Progress(console, backend) as told:
             report = (

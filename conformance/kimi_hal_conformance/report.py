@@ -40,6 +40,8 @@ from kimi_hal_conformance.verdict import (
 STYLE = {PASSED: "green", NOT_RUN: "dim", REFUSED: "yellow"}
 #: Lines of a process's output that the terminal shows; the JSON report keeps more.
 SHOWN = 12
+#: How many names of what was asked for alone stand in the closing line; the JSON report has all.
+NAMED = 3
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -148,12 +150,20 @@ def summary(report: Report) -> str:
     """Return the closing line."""
     counts = ", ".join(f"{n} {status.replace('_', ' ')}" for status, n in report.counts().items() if n)
     run = report.environment
-    what = f"{report.backend} ({run.execution}, profile {run.profile}, {run.seconds:.0f} s)"
+    what = f"{report.backend} ({run.execution}, profile {run.profile}, {run.seconds:.0f} s)" + limits(report)
     wrong = sum(bool(w.problem) for w in report.waivers)
     word = (COMPILED_WORDS if compiling.compiled(report) else WORDS)[report.verdict]
     if report.verdict == DOES_NOT_CONFORM and not any(v.status in AGAINST for v in report.verdicts):
         word += f": {wrong} waiver{'s' if wrong > 1 else ''} stale or not needed"
     return f"{what} {word}: {counts or 'nothing fits what was asked for'}"
+
+
+def limits(report: Report) -> str:
+    """Return what of a backend was asked for alone, for the closing line: the verdict is on nothing else."""
+    named = report.environment.limited_to
+    if len(named) > NAMED:
+        named = (*named[:NAMED], f"{len(named) - NAMED} more")
+    return f", {', '.join(named)} alone," if named else ""
 
 
 def write_json(report: Report, path: Path) -> None:

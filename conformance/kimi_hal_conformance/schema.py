@@ -56,6 +56,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
         started: UTC, ISO 8601.
         seconds: of the whole run.
         resumed: when the earlier run started from which this one went on; empty if from none.
+        limited_to: operators, implementation, cases and targets that alone were asked for; empty: everything.
     """
 
     execution: str
@@ -69,6 +70,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     started: str
     seconds: float
     resumed: str = ""
+    limited_to: tuple[str, ...] = ()
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):

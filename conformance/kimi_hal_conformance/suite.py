@@ -81,6 +81,7 @@ class Request:
         resume: an earlier report, whose verdicts that still hold are kept.
         undeclared: whether what is not claimed is tried, for "could be claimed"; ``None``: on the host, from the
             standard profile on.
+        operators: these alone; empty: all of the contract.
     """
 
     backend: str
@@ -95,6 +96,12 @@ class Request:
     repeats: int | None = None
     resume: Report | None = None
     undeclared: bool | None = None
+    operators: Sequence[str] = ()
+
+    @property
+    def limited_to(self) -> tuple[str, ...]:
+        """Return what alone is asked for: operators, an implementation, cases; empty: everything."""
+        return *self.operators, *filter(None, (self.implementation,)), *self.only
 
     @property
     def chosen_repeats(self) -> int:
@@ -151,7 +158,7 @@ def run(
         begin: told how many verdicts are to come.
 
     Raises:
-        UnknownNameError: no such backend, implementation or case; the nearest is named.
+        UnknownNameError: no such backend, operator, implementation or case; the nearest is named.
         PluginError: the backend cannot be loaded.
         ResumeError: the report to go on from is of other conditions.
     """
@@ -194,6 +201,7 @@ def run(
         started=started.isoformat(timespec="seconds"),
         seconds=time.perf_counter() - start,
         resumed=request.resume.environment.started if request.resume else "",
+        limited_to=request.limited_to,
     )
     return compose(
         suite_version=__version__,
@@ -292,7 +300,10 @@ def on_trial(loaded: Loaded, probe: Probe, request: Request) -> Iterator[Trial]:
     known = {f"{loaded.name}.{i.name}" for _, i in every}
     if request.implementation and request.implementation not in known:
         raise unknown(f"implementation of {loaded.name}", request.implementation, known)
+    wanted = {ops.get(name).name for name in request.operators}
     for operator, implementation in every:
+        if wanted and operator not in wanted:
+            continue
         full_name = f"{loaded.name}.{implementation.name}"
         everything = named if request.only else cases.CASES.values()
         mine = [c for c in everything if c.operator == operator]

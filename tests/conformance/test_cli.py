@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,7 +47,22 @@ def test_everything_right_is_status_0() -> None:
     result = run("--backend", "gates", "--case", CASE, "--implementation", "gates.right")
     assert result.exit_code == 0, result.output
     assert "gates (native, profile cases, " in result.output
-    assert "conforms: 1 passed" in result.output
+    assert f"s), gates.right, {CASE} alone, conforms: 1 passed" in result.output
+
+
+def test_one_operator_alone_is_tried_and_said(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    result = run("--backend", "idle", "--operator", "kda_gate", "--json", str(file))
+    assert "s), kda_gate alone, is NOT proven: nothing ran" in result.output
+    assert read(file.read_bytes()).environment.limited_to == ("kda_gate",)
+    result = run("--backend", "gates", "--operator", "topk_select")
+    assert (result.exit_code, "gates.right" in result.output) == (1, False)
+
+
+def test_an_operator_that_does_not_exist_is_status_2() -> None:
+    result = run("--backend", "gates", "--operator", "kda_gat")
+    assert result.exit_code == 2
+    assert "unknown operator 'kda_gat'; did you mean 'kda_gate'?" in result.output
 
 
 def test_something_wrong_is_status_1_and_both_reports_are_written(tmp_path: Path) -> None:
@@ -65,7 +81,7 @@ def test_something_wrong_is_status_1_and_both_reports_are_written(tmp_path: Path
 def test_nothing_to_run_is_status_1() -> None:
     result = run("--backend", "idle")
     assert result.exit_code == 1, result.output
-    assert "idle (native, profile quick, 0 s) is NOT proven: nothing ran" in result.output
+    assert re.search(r"idle \(native, profile quick, \d+ s\) is NOT proven: nothing ran", result.output)
 
 
 def test_a_backend_whose_device_is_absent_says_so() -> None:

@@ -18,7 +18,7 @@ from plugin_package import installed, write
 from kimi_hal.errors import UnknownNameError
 from kimi_hal_conformance.cli import cli
 from kimi_hal_conformance.compiling.run import OF_PARTS, OWN_CODE, CompileRequest, run
-from kimi_hal_conformance.schema import Report
+from kimi_hal_conformance.schema import Report, read
 from kimi_hal_conformance.verdict import CRASHED, FAILED, HUNG, NOT_RUN, PASSED, Verdict
 
 IMPLEMENTATIONS = """
@@ -356,7 +356,17 @@ def test_the_table_has_every_family(forge: None) -> None:
     for word in ("kda_gate", "only", "2.0", "64", "passed", "all_gather", "moe_route", "not implemented"):
         assert word in done.output
     assert "forge (compile_only, profile compile_only, " in done.output
-    assert "s) compiles, and nothing was run: 1 passed" in done.output
+    assert "s), a1x, forge.narrow alone, compiles, and nothing was run: 1 passed" in done.output
+
+
+def test_one_operator_s_kernels_alone_are_compiled(forge: None, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    words = ("--operator", "kda_gate", "--json", str(file))
+    done = compile_only("--backend", "forge", "--target", "a1x", "--implementation", "forge.narrow", *words)
+    assert done.exit_code == 0, done.output
+    found = read(file.read_bytes())
+    assert {v.operator for v in found.verdicts} == {"kda_gate"}
+    assert found.environment.limited_to == ("a1x", "kda_gate", "forge.narrow")
 
 
 def test_junit_has_a_testcase_a_kernel_with_its_figures(forge: None, tmp_path: Path) -> None:

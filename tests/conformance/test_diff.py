@@ -104,6 +104,18 @@ def test_the_verdict_and_the_level_are_compared() -> None:
     assert kinds(bad, good)[:2] == [("better", "verdict"), ("better", "level")]
 
 
+def test_what_a_limited_run_was_not_asked_for_is_no_worse() -> None:
+    slow = verdict(PASSED, implementation="acme.slow")
+    new = report(verdict(PASSED, OTHER))
+    new = msgspec.structs.replace(
+        new, environment=msgspec.structs.replace(new.environment, limited_to=("acme.fast",))
+    )
+    old = report(verdict(PASSED), verdict(PASSED, OTHER), slow)
+    assert Change("other", "conditions", "limited_to", "", "acme.fast") in list(changes(old, new))
+    assert ("other", "vanished") in kinds(old, new)
+    assert not [kind for kind in kinds(old, new) if kind[0] == "worse"]
+
+
 def test_an_implementation_that_is_gone_is_worse_and_a_new_one_is_not() -> None:
     slow = verdict(PASSED, implementation="acme.slow")
     assert kinds(report(verdict(PASSED), slow), report(verdict(PASSED))) == [("worse", "vanished")]

@@ -212,6 +212,20 @@ def test_the_last_line_says_what_the_run_proves(verdicts: tuple[Verdict, ...], l
     assert text(report(*verdicts)).splitlines()[-1] == line
 
 
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ((), ""),
+        (("kda_gate",), ", kda_gate alone,"),
+        (tuple("abcde"), ", a, b, c, 2 more alone,"),
+    ],
+)
+def test_the_last_line_says_what_alone_was_asked_for(named: tuple[str, ...], said: str) -> None:
+    environment = msgspec.structs.replace(FULL.environment, limited_to=named)
+    found = msgspec.structs.replace(report(verdict(PASSED)), environment=environment)
+    assert output.summary(found) == f"acme (native, profile quick, 12 s){said} conforms: 1 passed"
+
+
 def test_discrete_results_are_exact_or_beyond() -> None:
     exact = Measure(tensor="out", exact=True)
     assert output.worst([verdict(PASSED, measures=(exact,))]) == "exact"

@@ -49,6 +49,7 @@ class CompileRequest:
         limit: seconds that one kernel may take; ``None``: ``LIMIT``.
         lanes: processes at once; ``None``: one a core, 4 at most.
         strict: a missing tool fails.
+        operators: these alone; empty: all.
     """
 
     backend: str
@@ -58,6 +59,12 @@ class CompileRequest:
     limit: float | None = None
     lanes: int | None = None
     strict: bool = False
+    operators: Sequence[str] = ()
+
+    @property
+    def limited_to(self) -> tuple[str, ...]:
+        """Return what alone is asked for: targets, operators, an implementation, cases; empty: everything."""
+        return *self.targets, *self.operators, *filter(None, (self.implementation,)), *self.only
 
 
 def run(request: CompileRequest, progress: Callable[[Verdict], None] = lambda verdict: None) -> Report:
@@ -66,7 +73,8 @@ def run(request: CompileRequest, progress: Callable[[Verdict], None] = lambda ve
     Each order's process has no interpreter's switch and a cache that was empty when the run began.
 
     Raises:
-        UnknownNameError: no such backend, target, implementation or case, or a backend that gives no targets.
+        UnknownNameError: no such backend, target, operator, implementation or case, or a backend that gives no
+            targets.
         PluginError: the backend cannot be loaded.
     """
     started, begin = datetime.now(UTC), time.perf_counter()
@@ -89,6 +97,7 @@ def run(request: CompileRequest, progress: Callable[[Verdict], None] = lambda ve
             platform=platform.platform(),
             started=started.isoformat(timespec="seconds"),
             seconds=time.perf_counter() - begin,
+            limited_to=request.limited_to,
         ),
         on_trial=tuple(suite.on_record(t, loaded) for t in on_trial(loaded, request)),
         not_implemented=tuple(op for op in ops.OPERATORS if not candidates(loaded, op)),
@@ -116,10 +125,12 @@ def on_trial(loaded: Loaded, request: CompileRequest) -> Iterator[suite.Trial]:
     known = {f"{loaded.name}.{i.name}" for _, i in every}
     if request.implementation and request.implementation not in known:
         raise unknown(f"implementation of {loaded.name}", request.implementation, known)
-    wanted = {parts(case)[0] for case in request.only}
+    named = {parts(case)[0] for case in request.only}
+    asked = {ops.get(name).name for name in request.operators}
     for operator, implementation in every:
         name = f"{loaded.name}.{implementation.name}"
-        if request.implementation in ("", name) and (not wanted or operator in wanted):
+        wanted = (not named or operator in named) and (not asked or operator in asked)
+        if request.implementation in ("", name) and wanted:
             yield suite.Trial(implementation, name, (), ())
 
 
