@@ -343,7 +343,8 @@ def trial(
 def cannot_run(implementation: Implementation, loaded: Loaded, probe: Probe, execution: str) -> str:
     """Say why an implementation cannot run in this mode, or return an empty string."""
     if execution not in implementation.execution:
-        return f"it runs {', '.join(implementation.execution)}; this run is {execution}"
+        ways = ", ".join(way for way in implementation.execution if way != "compile_only")
+        return f"it {f'runs {ways}' if ways else 'is compiled only'}; this run is {execution}"
     if execution == "native" and not probe.present and loaded.backend.torch_device != ANY_DEVICE:
         return f"no device: {probe.why}"
     return lacking(implementation, loaded, probe)

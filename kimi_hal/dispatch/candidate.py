@@ -151,8 +151,14 @@ def _execution(request: Request, loaded: Loaded, probe: Probe, item: Implementat
     else:
         mode = "native"  # portable code on its own device is native
     if mode not in item.execution:
-        against.insert(0, f"it runs {' or '.join(item.execution)} only, not {mode}")
+        against.insert(0, _otherwise(item, mode))
     return mode, against
+
+
+def _otherwise(item: Implementation, mode: str) -> str:
+    """Say how an implementation runs that does not run in the way that is asked for; compiling is no way to run."""
+    ways = [way for way in item.execution if way != "compile_only"]
+    return f"it runs {' or '.join(ways)} only, not {mode}" if ways else f"it is compiled only, not run {mode}"
 
 
 def _absent(request: Request, loaded: Loaded, probe: Probe) -> Iterator[str]:

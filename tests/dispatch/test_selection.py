@@ -227,7 +227,12 @@ def test_portable_code_on_its_own_device_is_native(plugins):
 
 def test_what_can_only_be_compiled_is_never_run(plugins):
     plugins.add("acme", implementation(execution=("compile_only",)))
-    assert "acme.fast: it runs compile_only only, not native" in refused(ACME)
+    assert "acme.fast: it is compiled only, not run native" in refused(ACME)
+
+
+def test_compiling_is_no_way_to_run(plugins):
+    plugins.add("acme", implementation(execution=("interpreted", "compile_only")))
+    assert "acme.fast: it runs interpreted only, not native" in refused(ACME)
 
 
 def test_the_reference_runs_on_any_device_when_asked_for(plugins):
