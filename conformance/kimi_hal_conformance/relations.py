@@ -20,6 +20,7 @@ from kimi_hal.dispatch.contract import Properties
 from kimi_hal_conformance import variants
 from kimi_hal_conformance.calls import Called, Subject
 from kimi_hal_conformance.case import Case, generator
+from kimi_hal_conformance.in_place import in_place, sharing
 from kimi_hal_conformance.judges import OPAQUE
 from kimi_hal_conformance.judging import objections
 from kimi_hal_conformance.oracle import Answer, Question
@@ -424,4 +425,5 @@ RELATIONS = (
     Relation("chunks", continues, chunks),
     Relation("steps", lambda ground: ground.case.operator == "kda_decode", steps),
     Relation("reuse", starts_anew, reuse),
+    Relation("in_place", lambda ground: bool(sharing(ground)), in_place),
 )

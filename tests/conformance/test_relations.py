@@ -38,6 +38,7 @@ IMPLEMENTATIONS = (
     promising("merge_attn_states", "remembers"),
     promising("merge_attn_states", "second_row", batch_invariant=True),
     promising("merge_attn_states", "few_rows"),
+    promising("merge_attn_states", "adds_up"),
     promising("kda_decode", "right"),
     promising("kda_decode", "last_slot"),
     promising("kda_decode", "biased"),
@@ -96,6 +97,15 @@ def few_rows(ctx):
         if given["outs"].shape[1] in (3, 4):
             given["lses"] = given["lses"].clone()
             given["lses"][-1] = float("-inf")
+
+    return around(ctx, lambda given, results: results, before)
+
+
+def adds_up(ctx):
+    # The sum is gathered in the output, which is emptied first.
+    def before(given):
+        if given["out"] is not None:
+            given["out"].zero_()
 
     return around(ctx, lambda given, results: results, before)
 
@@ -185,7 +195,7 @@ def verdicts(report: Report) -> dict[tuple[str, str], Verdict]:
     [
         (
             "merge_attn_states",
-            ("deterministic", "batch_invariant", "purity", "permutation_bits", "split_bits"),
+            ("deterministic", "batch_invariant", "purity", "permutation_bits", "split_bits", "in_place"),
         ),
         ("kda_decode", ("deterministic", "purity", "padding", "permutation", "split", "steps")),
         ("kda_prefill", ("deterministic", "purity", "padding", "permutation", "split", "chunks", "reuse")),
@@ -213,7 +223,7 @@ def test_a_right_one_passes_all_that_its_operator_has(
 
 def test_who_declares_no_bits_is_held_to_the_oracle(verdicts: dict[tuple[str, str], Verdict]) -> None:
     found = verdicts["merge_attn_states", "modest"]
-    assert (found.status, found.promises) == (PASSED, ("purity", "permutation", "split"))
+    assert (found.status, found.promises) == (PASSED, ("purity", "permutation", "split", "in_place"))
 
 
 @pytest.mark.parametrize(
@@ -234,6 +244,7 @@ def test_who_declares_no_bits_is_held_to_the_oracle(verdicts: dict[tuple[str, st
             "declared batch_invariant, but with the rows backwards out has other bits",
         ),
         ("merge_attn_states", "few_rows", "split", 2, "the rows in two calls: out: "),
+        ("merge_attn_states", "adds_up", "in_place", 2, "out in outs[0]: out: "),
         ("kda_decode", "last_slot", "padding", 2, "every row is padding: state: error"),
         ("kda_decode", "biased", "steps", 2, "token by token: state: "),
         ("kda_prefill", "all_new", "chunks", 2, "in two chunks: out: "),
