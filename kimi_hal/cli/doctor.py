@@ -6,14 +6,17 @@ import dataclasses
 import importlib.metadata
 import os
 import platform
+from collections import Counter
+from collections.abc import Mapping
 
 import click
 
 from kimi_hal import __version__
-from kimi_hal.dispatch.loader import Registry, load, problems_of_settings
+from kimi_hal.dispatch.loader import Loaded, Registry, load, problems_of_settings
 from kimi_hal.errors import KimiHalError
 from kimi_hal.settings import Settings, variables
 
+NOT_INSTALLED = "not installed"
 #: Distributions that some part of the project uses where they are present.
 LIBRARIES = ("torch", "pluggy", "triton", "click", "rich", "msgspec", "safetensors", "kimi-hal-conformance")
 
@@ -49,7 +52,7 @@ def version(distribution: str) -> str:
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+        return NOT_INSTALLED
 
 
 def check_settings(problems: list[str]) -> Settings:
@@ -64,14 +67,39 @@ def check_settings(problems: list[str]) -> Settings:
 
 
 def describe(registry: Registry, name: str, probe: bool) -> str:
-    """Return one line about a backend: version, how much it implements, and its device."""
+    """Return one line about a backend: version, how much it implements, its device, and what it lacks here."""
     loaded = registry.backends[name]
     count = len(loaded.implementations)
     line = f"backend {name} {loaded.backend.version}: {count} implementation{'' if count == 1 else 's'}"
     if not probe:
         return line
     found = registry.probe(name)
+    lacks = "".join(
+        f"; {count} cannot run: {what} not found" for what, count in lacking(loaded, found.facts).items()
+    )
     if not found.present:
-        return f"{line}; no device: {found.why}"
+        return f"{line}{lacks}; no device: {found.why}"
     facts = "".join(f", {key} {value}" for key, value in found.facts.items())
-    return f"{line}; {', '.join(found.devices) or 'present'} ({found.arch}){facts}"
+    return f"{line}{lacks}; {', '.join(found.devices) or 'present'} ({found.arch}){facts}"
+
+
+def lacking(loaded: Loaded, facts: Mapping[str, str]) -> Counter[str]:
+    """Return how many implementations need in each of their capabilities what is not here, by what they need.
+
+    That is a library that is not installed, or a fact (a driver, say) that the probe did not find. Neither is an
+    error: nobody needs every library.
+    """
+    found: Counter[str] = Counter()
+    for implementation in loaded.implementations:
+        absent = [
+            [f"{name}{wanted}" for name, wanted in c.requires.items() if name not in facts and not here(name)]
+            for c in implementation.capabilities
+        ]
+        if absent and all(absent):
+            found[absent[0][0]] += 1
+    return found
+
+
+def here(distribution: str) -> bool:
+    """Tell whether a distribution is installed. Imports nothing."""
+    return version(distribution) != NOT_INSTALLED

@@ -8,6 +8,12 @@ import subprocess
 import sys
 
 import pytest
+from fake_plugins import Plugins, capability, implementation
+
+from kimi_hal.cli.doctor import describe
+from kimi_hal.dispatch.contract import Probe
+from kimi_hal.dispatch.loader import load
+from kimi_hal.settings import Settings
 
 
 def kimi_hal(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -62,6 +68,22 @@ def test_doctor_finds_what_a_plugin_does_not_know() -> None:
     assert "problem: unknown variable KIMI_HAL_REFERENCE_X. Declared by reference: none" in done.stdout
     assert "KIMI_HAL_OPS: unknown implementation of sparse_mla 'reference.trch'; did you mean" in done.stdout
     assert "2 to mend" in done.stdout
+
+
+def test_doctor_says_which_library_keeps_how_many_implementations_from_running(plugins: Plugins) -> None:
+    needs = tuple(capability(requires={name: ">=2"}) for name in ("no-such-library", "driver"))
+    plugins.add(
+        "acme",
+        implementation("fast", capabilities=needs[:1]),
+        implementation("slow", capabilities=needs[:1]),
+        implementation("either", capabilities=(*needs[:1], capability())),
+        implementation("driven", capabilities=needs[1:]),
+        probe=Probe(present=True, arch="acme2", devices=("one",), facts={"driver": "3"}),
+    )
+    line = describe(load(Settings(), strict=False), "acme", probe=True)
+    assert line == (
+        "backend acme 1.0: 4 implementations; 2 cannot run: no-such-library>=2 not found; one (acme2), driver 3"
+    )
 
 
 def test_list_shows_every_operator_and_backend() -> None:
