@@ -114,6 +114,17 @@ def test_bits_are_read_as_torch_reads_them() -> None:
     assert torch.equal(view_as(view_as(moved, torch.uint8), torch.int32).cpu(), x.view(torch.int32))
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_integers_beyond_float32_are_divided_exactly(dtype: torch.dtype) -> None:
+    """torch-xla 2.9 itself says that (2^25 + 77) // 3 is 11184836."""
+    x = torch.tensor([2**25 + 77, 2**31 - 1, 2**24 + 1, 7, 0, -1, -5], dtype=dtype)
+    moved = x.to(torch_xla.device())
+    with Traced():
+        found = [moved // 3, moved // torch.full_like(moved, 64)]
+    assert torch.equal(found[0].cpu(), x // 3)
+    assert torch.equal(found[1].cpu(), x // 64)
+
+
 def test_a_clamp_keeps_infinity_and_nan() -> None:
     x = torch.tensor([INF, NAN, -INF, 0.5])
     for low, high in ((0.0, None), (None, 2.0), (0.0, 2.0)):

@@ -101,7 +101,8 @@ class StaticCall:
             for name, value in operands.items()
             if value is not None
         }
-        return self.machine.run(padded | real_sizes(self.op, self.ctx.spec, given))
+        scalars = {name: given[name] for name in self.op.scalars if given[name] is not None}
+        return self.machine.run(padded | scalars | real_sizes(self.op, self.ctx.spec, given))
 
     def targets(self, given: Operands) -> dict[str, int]:
         """Return the static size of each free dimension letter; on the device T is a bucket, and nothing is padded."""

@@ -11,6 +11,7 @@ from kimi_hal_tpu.xla.sizes import RECORDS
 FORMAT = "tpu.mxfp4.plain"
 
 
+FP8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
 INDEX = OneOf(
     (
         "index.fp8.e4m3fn.f32.page64",
@@ -110,6 +111,20 @@ SPECS: dict[str, dict[str, Domain]] = {
         "topk_groups": Range(1, 1 << 10),
         "denom_eps": Range(0, 1),
         "ordered": FLAG,
+    },
+    "topk_merge": DCP
+    | {
+        "topk": Range(1, 1 << 15),
+        "protocol": OneOf(("full", "scores_only")),
+        "score": FLOAT,
+        "ordered": FLAG,
+        "return_global": FLAG,
+    },
+    "all_gather": DCP
+    | {
+        "layout": OneOf(("rank_major", "token_order", "last_dim")),
+        "dtype": OneOf(("uint8", "int8", "int16", "int32", "int64", "bfloat16", "float32", *FP8)),
+        "ndim": Range(1, 8),
     },
     "prepare_moe_weights": MOE,
     "moe_experts": MOE,

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from kimi_hal.dispatch.contract import BuildContext
+from kimi_hal.parallel import ownership
+from kimi_hal.parallel.groups import require
 from kimi_hal_tpu import requirements
 from kimi_hal_tpu.static import StaticCall, operator, place, refuse_dynamic
+from kimi_hal_tpu.xla.exchange import TRACE, Exchange
 
 #: A program: Spec, tensors by name -> outputs, then mutated operands.
 Program = Callable[..., Sequence[Tensor]]
@@ -60,21 +63,33 @@ class XLA:
         from kimi_hal_tpu.xla.tracing import Traced
 
         for name, value in operands.items():
-            tensors = value if isinstance(value, list) else [value]
+            tensors = [t for t in (value if isinstance(value, list) else [value]) if isinstance(t, Tensor)]
             refuse_dynamic(self.op, {f"{name}.shape": size for t in tensors for size in t.shape})
         device = torch_xla.device()
-        moved = {name: _moved(value, device) for name, value in operands.items()}
-        context = {"group": self.ctx.group} if self.op.grouped else {}
-        with torch.no_grad(), Traced():
-            results = list(self.program(self.ctx.spec, moved, **context))
-        if self.ctx.device != "cpu":
-            return results
-        torch_xla.sync(wait=True)
-        return [result.cpu() for result in results]
+        context = {"group": self._exchange()} if self.op.grouped else {}
+        with TRACE:
+            moved = {name: _moved(value, device) for name, value in operands.items()}
+            with torch.no_grad(), Traced():
+                results = list(self.program(self.ctx.spec, moved, **context))
+            if self.ctx.device != "cpu":
+                return results
+            torch_xla.sync(wait=True)
+            return [result.cpu() for result in results]
+
+    def _exchange(self) -> Exchange | None:
+        """Return the ranks that a program meets; ``None`` where it is alone."""
+        alone = ownership.of_keys(self.ctx.spec.dcp).world == 1
+        if self.op.name == "all_gather":
+            alone = self.ctx.spec.dcp.world == 1
+        return (
+            None if alone else Exchange(require(self.ctx.group, self.ctx.spec.dcp), self.ctx.device == "cpu")
+        )
 
 
 def _moved(value: Any, device: Any) -> Any:
-    return [_moved(item, device) for item in value] if isinstance(value, list) else value.to(device)
+    if isinstance(value, list):
+        return [_moved(item, device) for item in value]
+    return value.to(device) if isinstance(value, Tensor) else value
 
 
 def _test_entry(ctx: BuildContext, run: Callable[..., Any], family: Any) -> Callable[..., Any]:

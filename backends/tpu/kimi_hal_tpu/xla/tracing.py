@@ -28,6 +28,7 @@ TYPES = {
     torch.bfloat16: builder.Type.BF16,
     torch.float32: builder.Type.F32,
 }
+DIVISIONS = {torch.Tensor.__floordiv__, torch.floor_divide, torch.Tensor.floor_divide}
 DYNAMIC = {
     torch.Tensor.nonzero,
     torch.nonzero,
@@ -71,6 +72,22 @@ def clamp(x: Tensor, min: float | None = None, max: float | None = None) -> Tens
     return x if max is None else torch.where(x > max, max, x)
 
 
+@cache
+def quotient() -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the traced integer division, towards zero."""
+    operation: Callable[[Tensor, Tensor], Tensor] = registry.register(
+        "kimi_hal_quotient", lambda dividend, divisor: dividend / divisor
+    )
+    return operation
+
+
+def floor_divide(x: Tensor, divisor: Tensor | int) -> Tensor:
+    """Return ``x // divisor`` of integers: torch-xla divides in float32, which is wrong from 2^24 on."""
+    other = divisor.to(x.dtype) if isinstance(divisor, Tensor) else torch.full_like(x, divisor)
+    dividend, other = torch.broadcast_tensors(x, other)
+    return quotient()(dividend - torch.remainder(dividend, other), other)
+
+
 class Traced(TorchFunctionMode):
     """Inside, torch functions on XLA tensors stay in the trace."""
 
@@ -82,12 +99,16 @@ class Traced(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Replace a function that would leave the trace, and refuse one whose shape depends on data."""
+        if not (args and isinstance(args[0], Tensor) and args[0].device.type == "xla"):
+            return func(*args, **(kwargs or {}))
         if func is torch.Tensor.view and len(args) == 2 and isinstance(args[1], torch.dtype):
             return view_as(*args)
         if func in (torch.signbit, torch.Tensor.signbit):
             return view_as(args[0], torch.int32) < 0
         if func in (torch.clamp, torch.Tensor.clamp) and args[0].is_floating_point():
             return clamp(*args, **(kwargs or {}))
+        if func in DIVISIONS and not args[0].is_floating_point():
+            return floor_divide(*args)
         if func in DYNAMIC or _masks(func, args):
             name = getattr(func, "__name__", str(func))
             raise ContractError("a TPU program", [f"{name} {DEPENDS}"])
