@@ -25,7 +25,7 @@ def run(path: Path, *options: str) -> list[tuple[str, str, str]]:
     return [(v.case, v.implementation, v.status) for v in read(path.read_bytes()).verdicts]
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2700)
 def test_the_programs_keep_the_contract(tmp_path: Path) -> None:
     verdicts = run(tmp_path / "report.json", "--implementation", "tpu.xla", "--profile", "interp")
     passed = {case.partition("/")[0] for case, _, status in verdicts if status == PASSED}
