@@ -10,7 +10,9 @@ import sys
 import benchmarks
 
 #: Need a device, a group of machines or hours; run by name.
-BY_NAME_ONLY: frozenset[str] = frozenset({"false_alarms", "indexer", "nvidia_indexer", "sparse_mla"})
+BY_NAME_ONLY: frozenset[str] = frozenset(
+    {"false_alarms", "indexer", "nvidia_indexer", "nvidia_sparse_mla", "sparse_mla"}
+)
 
 
 def names() -> list[str]:

@@ -35,6 +35,7 @@ STEMS = {
         "block.cuh",
         "shards.cuh",
     ),
+    "sparse_mla": ("block.cuh",),
 }
 
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 from kimi_hal.dispatch.contract import Implementation
 from kimi_hal.triton.capabilities import implementations
 from kimi_hal_nvidia.indexer_claims import INDEXER
+from kimi_hal_nvidia.sparse_mla_claims import SPARSE_MLA
 
 ARCHITECTURES = ("sm_90", "sm_100", "sm_103")
 
-IMPLEMENTATIONS: tuple[Implementation, ...] = (*implementations(ARCHITECTURES), *INDEXER)
+IMPLEMENTATIONS: tuple[Implementation, ...] = (
+    *implementations(ARCHITECTURES),
+    *INDEXER,
+    *SPARSE_MLA,
+)

@@ -1,0 +1,86 @@
+"""What this backend's own attention claims and refuses, how it is cut, and what its code is told."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from kimi_hal.dispatch import matching
+from kimi_hal.ops.operator import get
+from kimi_hal.ops.sparse_mla import SparseMLASpec
+from kimi_hal.ops.spec import Limits
+from kimi_hal_nvidia import cubins, sparse_mla
+from kimi_hal_nvidia.attention_plan import parts_of
+from kimi_hal_nvidia.implementations import IMPLEMENTATIONS
+from kimi_hal_nvidia.parameters import Parameters
+from kimi_hal_nvidia.sparse_mla_claims import SPARSE_MLA
+
+H200 = matching.Target("sm_90", {"nvidia-driver": "580.159"})
+FP8 = "latent.fp8.e4m3fn.tensor"
+
+
+def limits(rows: int) -> Limits:
+    return Limits(max_rows=rows, max_reqs=rows)
+
+
+def refusals(spec: SparseMLASpec, target: matching.Target = H200) -> list[str]:
+    capability = SPARSE_MLA[0].capabilities[0]
+    return list(matching.refusals(get("sparse_mla"), spec, limits(64), capability, target))
+
+
+@pytest.mark.parametrize("heads", [1, 12, 96, 128])
+@pytest.mark.parametrize("latent", [FP8, "latent.nvfp4.352"])
+def test_any_head_count_and_both_packed_formats_are_covered(heads: int, latent: str) -> None:
+    assert refusals(SparseMLASpec(num_heads=heads, latent=latent)) == []
+
+
+def test_what_is_beyond_the_claim_is_refused_together() -> None:
+    spec = SparseMLASpec(num_heads=12, latent="latent.bf16", q_dtype="float8_e4m3fnuz", out_dtype="float32")
+    assert refusals(spec) == [
+        "latent='latent.bf16' is not 'latent.fp8.e4m3fn.tensor' | 'latent.nvfp4.352'",
+        "q_dtype='float8_e4m3fnuz' is not 'bfloat16' | 'float8_e4m3fn'",
+        "out_dtype='float32' is not covered, only its default 'bfloat16'",
+    ]
+
+
+def test_another_architecture_is_refused_by_name() -> None:
+    blackwell = matching.Target("sm_100", {"nvidia-driver": "580.159"})
+    assert refusals(SparseMLASpec(num_heads=12, latent=FP8), blackwell) == ["arch sm_100 is not sm_90"]
+
+
+def test_a_kernel_that_the_suite_has_not_passed_stands_behind_the_portable_one() -> None:
+    ranks = {
+        i.name: max(p.rank for p in i.preferences) for i in IMPLEMENTATIONS if i.operator == "sparse_mla"
+    }
+    assert ranks["cuda"] < ranks["triton"]
+
+
+@pytest.mark.parametrize(
+    ("heads", "rows", "parts"),
+    [
+        (12, 1, 16),
+        (12, 8, 16),
+        (12, 32, 8),
+        (12, 64, 2),
+        (12, 320, 2),
+        (12, 4096, 1),
+        (96, 8, 2),
+        (96, 64, 1),
+    ],
+)
+def test_keys_are_cut_as_it_took_the_least_time(heads: int, rows: int, parts: int) -> None:
+    assert parts_of(SparseMLASpec(num_heads=heads, latent=FP8), limits(rows)) == parts
+
+
+@pytest.mark.parametrize(("topk", "parts"), [(1, 1), (64, 1), (65, 2), (200, 4)])
+def test_no_part_is_without_a_tile(topk: int, parts: int) -> None:
+    assert parts_of(SparseMLASpec(num_heads=12, latent=FP8, topk=topk), limits(1)) <= parts
+
+
+def test_the_structure_and_the_shared_memory_are_those_that_the_source_asserts() -> None:
+    source = (cubins.SOURCES / "sparse_mla.cu").read_text()
+    rooms = re.findall(r"sizeof\(Room<\w+>\) == (\d+)", source)
+    assert [int(size) for size in rooms] == [shared for _, shared in sparse_mla.KERNELS.values()]
+    packed = Parameters(sparse_mla.ADDRESSES, sparse_mla.NUMBERS).size
+    assert re.findall(r"sizeof\(Attention\) == (\d+)", source) == [str(packed)]
