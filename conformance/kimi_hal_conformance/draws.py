@@ -140,8 +140,8 @@ def block_tables(g: torch.Generator, lengths: Sequence[int], page: int, pages: i
 def owned_slots(table: Tensor, lengths: Sequence[int], page: int) -> Tensor:
     """Return the slots that the requests' tokens occupy, in order."""
     slots = [
-        int(table[request, position // page]) * page + position % page
-        for request, length in enumerate(lengths)
+        row[position // page] * page + position % page
+        for row, length in zip(table.tolist(), lengths, strict=False)
         for position in range(length)
     ]
     return torch.tensor(slots, dtype=torch.int64)

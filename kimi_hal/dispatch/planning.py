@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kimi_hal.dispatch import composed, construction, keys, pairing, ranks, sources
+from kimi_hal.dispatch import composed, construction, keys, pairing, policy, ranks
 from kimi_hal.dispatch.candidate import Candidate
 from kimi_hal.dispatch.checked import checked
 from kimi_hal.dispatch.construction import Built, MissingError
@@ -104,7 +104,7 @@ def _make(wanted: Wanted) -> Plan:
     choice, built = _choose(wanted, source)
     if source is not None:
         pairing.check_sizes(op, source, built.context.sizes.records)
-    source_hash = sources.source_hash(choice.backend, choice.implementation)
+    source_hash = policy.source_hash(choice.backend, choice.implementation)
     if built.context.parts:
         choice = composed.completed(op, choice, built.context.parts)
         source_hash = composed.source_hash(source_hash, built.context.parts)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
-from kimi_hal.dispatch import loader, points
+from kimi_hal.dispatch import loader, points, sources
+from kimi_hal.dispatch.contract import Backend, Implementation
 from kimi_hal.dispatch.loader import Registry
 from kimi_hal.errors import FrozenError
 from kimi_hal.log import configure
@@ -16,11 +17,12 @@ from kimi_hal.settings import Settings, variables
 
 @dataclass(frozen=True)
 class Frozen:
-    """What ``freeze()`` saw."""
+    """What ``freeze()`` saw, and the hashes of sources that a plan has needed since."""
 
     variables: dict[str, str]
     settings: Settings
     registry: Registry
+    hashes: dict[tuple[str, str, str], str] = field(default_factory=dict)
 
 
 _frozen: Frozen | None = None
@@ -71,6 +73,23 @@ def registry(wanted: Settings) -> Registry:
         _compare(_frozen.settings.variables(), wanted.variables())
         return _frozen.registry
     return _loaded(wanted, tuple((p.name, p.value) for p in points.found()))
+
+
+def source_hash(backend: Backend, implementation: Implementation) -> str:
+    """Return the hash of an implementation's sources; after ``freeze()`` that of its first plan.
+
+    Finding and reading its files costs more than the rest of a plan, and what a process has imported does not
+    change with a file.
+
+    Raises:
+        PluginError: as ``sources.source_hash``.
+    """
+    if _frozen is None:
+        return sources.source_hash(backend, implementation)
+    name = (backend.name, implementation.operator, implementation.name)
+    if name not in _frozen.hashes:
+        _frozen.hashes[name] = sources.source_hash(backend, implementation)
+    return _frozen.hashes[name]
 
 
 def thaw() -> None:

@@ -18,6 +18,7 @@ from kimi_hal.dispatch.capture import tensors_of
 from kimi_hal.dispatch.scalars import flatten, spec_of
 from kimi_hal.dispatch.table import PLANS
 from kimi_hal.errors import ContractError
+from kimi_hal.ops import written
 from kimi_hal.ops.operator import OPERATORS, Operator, output_shapes, torch_dtype
 
 if TYPE_CHECKING:
@@ -145,10 +146,9 @@ def bound(plan: Plan) -> Callable[..., Any]:
     """
     op = plan.operator
     packet = getattr(getattr(torch.ops, schema.NAMESPACE), op.name)
-    namespace: dict[str, Any] = {}
-    exec(compile(_source(plan), f"<torch operator of plan {plan.key[:12]}>", "exec"), namespace)
+    make = written.function("make", _source(plan), f"<torch operator of plan {plan.key[:12]}>", {})
     into = packet.out if op.outs else None
-    made: Callable[..., Any] = namespace["make"](packet.default, into, _incomplete(op), torch.uint8)
+    made: Callable[..., Any] = make(packet.default, into, _incomplete(op), torch.uint8)
     return made
 
 

@@ -8,7 +8,9 @@ arXiv:2206.02915 (fnuz).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -73,16 +75,23 @@ def encode_up(x: Tensor, kind: MiniFloat) -> Tensor:
 
 def table(kind: MiniFloat, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
     """Return the value of each of the ``2**width`` codes, in ``dtype``; each is exact in bf16 and wider."""
-    code = torch.arange(1 << kind.width, dtype=torch.int32, device=device)
+    return torch.tensor(_values(kind), dtype=dtype, device=device)
+
+
+@cache
+def _values(kind: MiniFloat) -> tuple[float, ...]:
+    """Return the value of each code: a tensor is not kept, which some caller could write or trace."""
+    return tuple(_value(code, kind) for code in range(1 << kind.width))
+
+
+def _value(code: int, kind: MiniFloat) -> float:
+    if kind.nan is not None and code & kind.nan_mask == kind.nan:
+        return math.nan
     exponent = (code & ((1 << (kind.width - 1)) - 1)) >> kind.mantissa
     fraction = code & ((1 << kind.mantissa) - 1)
-    bits = ((exponent + 127 - kind.bias) << 23) | (fraction << (23 - kind.mantissa))
-    tiny = fraction.to(torch.float32) * 2.0 ** (1 - kind.bias - kind.mantissa)
-    value = torch.where(exponent == 0, tiny, bits.view(torch.float32))
-    value = torch.where(code >> (kind.width - 1) == 1, -value, value)
-    if kind.nan is not None:
-        value = torch.where((code & kind.nan_mask) == kind.nan, torch.nan, value)
-    return value.to(dtype)
+    normal = fraction + (1 << kind.mantissa) if exponent else fraction
+    magnitude = math.ldexp(normal, max(exponent, 1) - kind.bias - kind.mantissa)
+    return -magnitude if code >> (kind.width - 1) else magnitude
 
 
 def decode(codes: Tensor, kind: MiniFloat, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -98,10 +107,16 @@ def pack_nibbles(codes: Tensor) -> Tensor:
 
 def decode_nibbles(packed: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the e2m1 values of packed bytes, ``[..., K/2]`` to ``[..., K]``, both nibbles by one lookup."""
-    values = table(E2M1, dtype, packed.device)
-    pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=-1)
+    pairs = torch.tensor(_pairs(), dtype=dtype, device=packed.device).view(256, 2)
     looked_up = pairs.index_select(0, packed.reshape(-1).to(torch.int32))
     return looked_up.reshape(*packed.shape[:-1], packed.shape[-1] * 2)
+
+
+@cache
+def _pairs() -> tuple[float, ...]:
+    """Return the two values of each byte after one another, the low nibble's first."""
+    values = _values(E2M1)
+    return tuple(value for byte in range(256) for value in (values[byte & 15], values[byte >> 4]))
 
 
 def decode_e8m0(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from kimi_hal.ops import written
 from kimi_hal.ops.check import BOUNDED, WORKSPACE_ALIGN, Check, Terms, accepted_dtypes, contiguity, uneven
 from kimi_hal.ops.operator import BOUNDS, Arg, Operator, Out, torch_dtype
 from kimi_hal.ops.spec import Spec
@@ -23,9 +24,8 @@ def function(op: Operator, spec: Spec, terms: Terms, refuse: Refuse) -> Check:
     """Compile the check; ``refuse`` gets the operands in signature order when a condition fails."""
     writer = Writer(op, spec, terms)
     source = writer.source()
-    namespace = {**writer.constants, "refuse": refuse, "uneven": uneven, "several": several}
-    exec(compile(source, f"<check of {op.name}>", "exec"), namespace)
-    check: Check = namespace[f"check_{op.name}"]
+    constants = {**writer.constants, "refuse": refuse, "uneven": uneven, "several": several}
+    check: Check = written.function(f"check_{op.name}", source, f"<check of {op.name}>", constants)
     check.__doc__ = source
     return check
 

@@ -111,3 +111,26 @@ def test_equal_settings_share_one_registry(plugins, monkeypatch):
     assert policy.registry(policy.settings()) is first
     plugins.add("zeta")
     assert policy.registry(policy.settings()) is not first
+
+
+def test_sources_are_hashed_once(plugins, monkeypatch):
+    plugins.add("acme")
+    monkeypatch.setenv("KIMI_HAL_BACKEND", "acme")
+    digests = iter("ab")
+    monkeypatch.setattr("kimi_hal.dispatch.sources.source_hash", lambda *_: next(digests))
+    backend, implementation = select_acme()
+    assert [policy.source_hash(backend, implementation), policy.source_hash(backend, implementation)] == [
+        "a",
+        "b",
+    ]
+    digests = iter("cd")
+    kimi_hal.freeze()
+    assert [policy.source_hash(backend, implementation), policy.source_hash(backend, implementation)] == [
+        "c",
+        "c",
+    ]
+
+
+def select_acme():
+    chosen = select(sparse_mla, SPEC, LIMITS, device="cuda", implementation=None, settings=policy.settings())
+    return chosen.backend, chosen.implementation
