@@ -48,7 +48,7 @@ def changes(old: Report, new: Report, factor: float = FACTOR) -> Iterator[Change
     A case got worse if it passed and does not any more, for whatever reason; if it is newly failing, crashed or
     hung; or if it needs a larger share of its budget by more than ``factor``. An implementation got worse if its
     level sank or it is gone; the whole if it conformed and does not. What a limited run was not asked for is not gone
-    for the worse.
+    for the worse, nor is a level that such a run did not try.
 
     Args:
         old: the earlier report.
@@ -109,8 +109,9 @@ def _implementation(name: str, old: Tested | None, new: Tested | None, gone: str
         yield Change(gone, "vanished", name, f"level {old.level}", ABSENT)
     elif old is not None and new is not None:
         if old.level != new.level:
-            effect = WORSE if new.level < old.level else BETTER
-            after = f"{new.level}" if effect == BETTER else f"{new.level}, next {new.stops}"
+            sank = new.level < old.level
+            effect = (WORSE if new.failed else gone) if sank else BETTER
+            after = f"{new.level}, next {new.stops}" if sank else f"{new.level}"
             yield Change(effect, "level", name, f"{old.level}", after)
         if old.version != new.version:
             yield Change(OTHER, "version", name, old.version or "unknown", new.version or "unknown")
