@@ -61,10 +61,10 @@ def _plain(stage: Stage) -> Arranged:
 
 
 def _own(found: Plan, value: Any) -> Any:
-    """Return what the implementation makes of a checkpoint, whose tensors are on the plan's device."""
+    """Return what the implementation makes of a checkpoint, whose tensors are its own, on the plan's device."""
     if not isinstance(value, Checkpoint):
         return value
-    return list(found.weights(**{name: tensor.to(found.device) for name, tensor in value.items()}))
+    return list(found.weights(**{name: tensor.to(found.device, copy=True) for name, tensor in value.items()}))
 
 
 def _verify(stage: Stage) -> Arranged:

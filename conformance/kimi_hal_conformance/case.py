@@ -18,6 +18,9 @@ from kimi_hal_conformance.sparse import Sparse
 #: what a release runs; what takes longer or needs more than a plain machine has.
 PROFILES = INTERP, QUICK, STANDARD, FULL = ("interp", "quick", "standard", "full")
 
+#: What stands in the id of a part of a case, between the case's own and what part it is.
+PART = ", "
+
 #: Operand name -> tensor, list of tensors, or scalar.
 Operands = Mapping[str, Any]
 Make = Callable[[torch.Generator], Operands]
@@ -101,6 +104,21 @@ def get(case_id: str) -> Case:
             f"unknown case {case_id!r}{hint} `kimi-hal conformance list` prints all {len(CASES)}"
         )
     return CASES[case_id]
+
+
+#: The operands that were asked for last: of a case, and of the part of it that is tried.
+_drawn: dict[tuple[str, Make, int], Operands] = {}
+
+
+def drawn(case: Case, seed: int) -> Operands:
+    """Return a case's operands; while no other case is asked for, the same ones, which no one writes."""
+    key = (case.id, case.make, seed)
+    if key not in _drawn:
+        whole = case.id.partition(PART)[0]
+        for other in [k for k in _drawn if k[0] == case.id or k[0] != whole]:
+            del _drawn[other]
+        _drawn[key] = case.make(generator(case, seed))
+    return _drawn[key]
 
 
 def generator(case: Case, seed: int) -> torch.Generator:

@@ -13,12 +13,13 @@ from kimi_hal.dispatch.contract import Properties
 from kimi_hal_conformance import captured, shards
 from kimi_hal_conformance.calls import Called, Subject
 from kimi_hal_conformance.captured import untried
-from kimi_hal_conformance.case import Case, generator
+from kimi_hal_conformance.case import Case, drawn
 from kimi_hal_conformance.levels import BATCH_INVARIANT, CAPTURE, DETERMINISTIC, SHARDS, of_promise
 from kimi_hal_conformance.oracle import Answer, Question
 from kimi_hal_conformance.poison import same_bits
 from kimi_hal_conformance.ranks import on_ranks, questions
 from kimi_hal_conformance.relations import PARTLY_UNSPECIFIED, RELATIONS, Ground, UntriedError
+from kimi_hal_conformance.rig import OnePlan
 from kimi_hal_conformance.scripts import call
 from kimi_hal_conformance.shrink import BEFORE, pieces
 
@@ -78,7 +79,11 @@ def kept(case: Case, subject: Subject, seed: int, effort: Effort) -> Kept:
         effort = replace(effort, relations=False)
     found, end = Kept(), time.monotonic() + LONG
     missed: dict[str, str] = {}
-    for name, told in trials(case, subject, seed, effort):
+    if not effort.repeats and not effort.relations:
+        return found
+    one = subject if case.ranks else OnePlan.of(subject)  # a plan of ranks is of one group
+    promised = properties_of(case, one, seed)
+    for name, told in trials(case, subject, one, seed, effort, promised):
         if time.monotonic() > end:
             missed[name] = f"what was tried before it took more than {LONG:g} s"
             continue
@@ -90,17 +95,18 @@ def kept(case: Case, subject: Subject, seed: int, effort: Effort) -> Kept:
         found = Kept((*found.tried, name), problems, of_promise(name) if problems else 0)
         if problems:
             break
-    return replace(found, untried=missed | unasked(case, subject, seed, effort))
+    return replace(found, untried=missed | unasked(case, subject, seed, effort, promised))
 
 
-def trials(case: Case, subject: Subject, seed: int, effort: Effort) -> Iterator[tuple[str, Iterable[str]]]:
-    """Yield the name of each promise, and what will yield the problems when it is asked."""
-    promised = properties_of(case, subject, seed) if effort.repeats or effort.relations else Properties()
+def trials(
+    case: Case, subject: Subject, one: Subject, seed: int, effort: Effort, promised: Properties
+) -> Iterator[tuple[str, Iterable[str]]]:
+    """Yield the name of each promise, and what will yield the problems when it is asked; ``one`` plans once."""
     if promised.deterministic and effort.repeats:  # without, no row has bits of its own either
-        first = _bits(case, subject, seed)
+        first = _bits(case, one, seed)
         yield DETERMINISTIC, _repeated(case, subject, seed, first, effort.repeats)
         if promised.batch_invariant and not case.ranks and (rows := _rows(case, seed)):
-            yield BATCH_INVARIANT, _alone(case, subject, seed, first, rows)
+            yield BATCH_INVARIANT, _alone(case, one, seed, first, rows)
     if not effort.relations or case.ranks or ops.get(case.operator).listed:
         return
     ground = Ground(case, subject, seed, promised)
@@ -113,20 +119,20 @@ def trials(case: Case, subject: Subject, seed: int, effort: Effort) -> Iterator[
         yield CAPTURE, captured.problems(ground)
 
 
-def unasked(case: Case, subject: Subject, seed: int, effort: Effort) -> dict[str, str]:
+def unasked(case: Case, subject: Subject, seed: int, effort: Effort, promised: Properties) -> dict[str, str]:
     """Return why capture was not asked for."""
     op = ops.get(case.operator)
     if not effort.relations or op.listed:
         return {}
     if case.ranks:
         return {CAPTURE: "ranks of a loopback group meet on the host, which no graph holds"}
-    reason = untried(Ground(case, subject, seed, properties(asked(case, seed), subject)))
+    reason = untried(Ground(case, subject, seed, promised))
     return {CAPTURE: reason} if reason else {}
 
 
 def asked(case: Case, seed: int) -> Question:
     """Return the call of a case without ranks."""
-    operands = case.make(generator(case, seed))
+    operands = drawn(case, seed)
     return Question(ops.get(case.operator), case.spec, case.limits, operands, sparse=case.sparse)
 
 
@@ -141,16 +147,28 @@ def properties_of(case: Case, subject: Subject, seed: int) -> Properties:
     """Return what an implementation promises for a case, whose ranks promise alike."""
     if not case.ranks:
         return properties(asked(case, seed), subject)
-    return on_ranks(questions(case, case.make(generator(case, seed))), lambda q: properties(q, subject))[0]
+    return on_ranks(questions(case, drawn(case, seed)), lambda q: properties(q, subject))[0]
 
 
 def _bits(case: Case, subject: Subject, seed: int) -> dict[str, Tensor]:
     """Return all that a call gives or changes, by name, of each rank where there are several."""
+    return next(_every(case, subject, seed, 1))
+
+
+def _every(case: Case, subject: Subject, seed: int, times: int) -> Iterator[dict[str, Tensor]]:
+    """Yield what calls give or change; those of ranks are all made before the first is looked at, by one plan."""
     if not case.ranks:
-        return _of(call(asked(case, seed), subject, given=True))
-    every = questions(case, case.make(generator(case, seed)))
-    calls = on_ranks(every, lambda q: call(q, subject, given=True))
-    return {f"{name} of rank {r}": out for r, done in enumerate(calls) for name, out in _of(done).items()}
+        yield from (_of(call(asked(case, seed), subject, given=True)) for _ in range(times))
+        return
+
+    def calls(question: Question) -> list[dict[str, Tensor]]:
+        one = OnePlan.of(subject)
+        return [_of(call(question, one, given=True)) for _ in range(times)]
+
+    of_ranks = on_ranks(questions(case, drawn(case, seed)), calls)
+    for calls_of_ranks in zip(*of_ranks, strict=True):
+        every = enumerate(calls_of_ranks)
+        yield {f"{name} of rank {rank}": out for rank, found in every for name, out in found.items()}
 
 
 def _of(done: Called) -> dict[str, Tensor]:
@@ -161,15 +179,25 @@ def _of(done: Called) -> dict[str, Tensor]:
 def _repeated(
     case: Case, subject: Subject, seed: int, first: dict[str, Tensor], repeats: int
 ) -> Iterator[str]:
-    end = time.monotonic() + ENOUGH
-    for number in range(repeats):
-        if number and time.monotonic() > end:
+    """Yield what is not the first call's of a call by a new plan, then of more by one, as long as time allows."""
+    start = time.monotonic()
+    wrong = list(_differing(first, _bits(case, subject, seed), 2))
+    end, took = start + ENOUGH, time.monotonic() - start
+    more = 0 if wrong else min(repeats - 1, int(ENOUGH / took))
+    one = subject if case.ranks else OnePlan.of(subject)
+    for number, again in enumerate(_every(case, one, seed, more) if more else (), 3):
+        wrong = list(_differing(first, again, number))
+        if wrong or time.monotonic() > end:
+            break
+    yield from wrong
+
+
+def _differing(first: dict[str, Tensor], again: dict[str, Tensor], number: int) -> Iterator[str]:
+    """Yield the first thing of a later call that has other bits than of the first."""
+    for name, tensor in first.items():
+        if name not in again or not same_bits(again[name], tensor):
+            yield f"declared deterministic, but {name} of call {number} has other bits than of call 1"
             return
-        again = _bits(case, subject, seed)
-        for name, tensor in first.items():
-            if name not in again or not same_bits(again[name], tensor):
-                yield f"declared deterministic, but {name} of call {number + 2} has other bits than of call 1"
-                return
 
 
 def _rows(case: Case, seed: int) -> dict[int, Case]:

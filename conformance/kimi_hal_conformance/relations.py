@@ -19,7 +19,7 @@ from kimi_hal import ops
 from kimi_hal.dispatch.contract import Properties
 from kimi_hal_conformance import variants
 from kimi_hal_conformance.calls import Called, Subject
-from kimi_hal_conformance.case import Case, generator
+from kimi_hal_conformance.case import Case, drawn, generator
 from kimi_hal_conformance.in_place import in_place, sharing
 from kimi_hal_conformance.judges import OPAQUE
 from kimi_hal_conformance.judging import objections
@@ -60,7 +60,7 @@ class Ground:
     @cached_property
     def question(self) -> Question:
         """Return the case's own call."""
-        operands = self.case.make(generator(self.case, self.seed))
+        operands = drawn(self.case, self.seed)
         return Question(ops.get(self.case.operator), self.case.spec, self.case.limits, operands)
 
     @property
@@ -76,8 +76,8 @@ class Ground:
     @cached_property
     def other(self) -> Question:
         """Return the same call of new data: drawn from another seed where it has the same shapes, last row first."""
-        drawn = self.case.make(generator(self.case, self.seed + 1))
-        new = variants.with_weights_of(self.operands, drawn)
+        later = self.case.make(generator(self.case, self.seed + 1))
+        new = variants.with_weights_of(self.operands, later)
         return self.turned(
             with_operands(self.question, new if variants.alike(self.operands, new) else self.operands)
         )

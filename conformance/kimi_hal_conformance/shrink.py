@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kimi_hal import ops
-from kimi_hal_conformance.case import Case, Operands, generator
+from kimi_hal_conformance.case import PART, Case, Operands, drawn
 
 #: Rows or sequences that are tried, at most.
 TRIED = 32
@@ -36,7 +36,7 @@ def smallest(case: Case, seed: int, fails: Callable[[Case], bool], seconds: floa
 
 def pieces(case: Case, seed: int) -> Iterator[Case]:
     """Yield the case cut down to each of its rows, or of its sequences where it has those."""
-    operands = case.make(generator(case, seed))
+    operands = drawn(case, seed)
     dims = places(case.operator)
     first = operands["ranks"][0] if case.ranks else operands
     rows = next((first[name].shape[at["T"]] for name, at in dims.items() if _has(first, name, at, "T")), 0)
@@ -49,7 +49,7 @@ def pieces(case: Case, seed: int) -> Iterator[Case]:
     for number in range(min(count, TRIED) if count > 1 else 0):
         yield dataclasses.replace(
             case,
-            id=f"{case.id}, {kind} {number} of {count}",
+            id=f"{case.id}{PART}{kind} {number} of {count}",
             make=_cut(case, seed, dims, number),
             sparse={name: far for name, far in case.sparse.items() if far.ids},  # not rows that are cut
         )
@@ -79,7 +79,7 @@ def _cut(
     """Return what makes the piece; its operands are those of the whole case at the same seed."""
 
     def make(_: torch.Generator) -> Operands:
-        operands = case.make(generator(case, seed))
+        operands = drawn(case, seed)
         if case.ranks:
             return {"ranks": [_piece(own, dims, number) for own in operands["ranks"]]}
         return _piece(operands, dims, number)
@@ -103,7 +103,7 @@ def _piece(operands: Operands, dims: Mapping[str, Mapping[str, int]], number: in
 
 def described(case: Case, seed: int) -> str:
     """Say what a case's operands are: names, dtypes and shapes, and the values of a few integers."""
-    operands = case.make(generator(case, seed))
+    operands = drawn(case, seed)
     first = operands["ranks"][0] if case.ranks else operands
     ranks = f" on each of {case.ranks} ranks" if case.ranks else ""
     return ", ".join(f"{name} {_described(value)}" for name, value in first.items()) + ranks
