@@ -53,10 +53,10 @@ class Engine:
         self.group = group if world > 1 else None
         self.span = BLOCK * world  # tokens of a block, over all ranks
         dcp = DCP(world=world, rank=self.rank)
-        self.model = TinyModel(world, self.rank, DEVICE)
         deployment = Deployment(tp=world, dcp=dcp, model=MODEL, page=BLOCK)
         formats = {"latent": deployment.latent, "index": deployment.index}
         self.layout = hal.cache.plan(MODEL, block_size=BLOCK, num_blocks=BLOCKS, tp=world, dcp=dcp, **formats)
+        self.model = TinyModel(world, self.rank, DEVICE)
         self.pool = torch.empty(self.layout.bytes, dtype=torch.uint8, device=DEVICE).fill_(0xFF)  # NaN
         self.views, self.free = self.layout.views(self.pool), iter(range(BLOCKS))
         self.prefixes: dict[tuple[int, ...], Request] = {}

@@ -95,7 +95,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     set order.
     """
     spelling = {k.lower(): k for k in sorted(known, reverse=True)}
-    close = difflib.get_close_matches(name.lower(), sorted(spelling), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(str(name).lower(), sorted(spelling), n=1, cutoff=0.5)
     return f"; did you mean {spelling[close[0]]!r}?" if close else ""
 
 

@@ -72,7 +72,12 @@ def slots(
         ``[T]`` int64, ``block * entries + offset``. −1 where another rank owns the position, where position,
         request or block is negative, and beyond the table's requests or columns. In a compressed cache it is
         the entry to which the position belongs, which all ``ratio`` positions of it share.
+
+    Raises:
+        CacheError: a dtype or shape; all reasons together.
+        UnknownNameError: no such token cache.
     """
+    _check_rows(block_table, row_req, positions)
     place, owned = _places(positions.long(), layout, kind, rank)
     if not block_table.numel():
         return place.new_full(place.shape, -1)
@@ -122,6 +127,27 @@ def _fill(value: Tensor, out: Tensor | None) -> Tensor:
     return out
 
 
+def _check_rows(block_table: Tensor, row_req: Tensor, positions: Tensor) -> None:
+    """Refuse operands of ``slots`` that are no integers, or not one of each a token."""
+    given = {"block_table": (block_table, 2), "row_req": (row_req, 1), "positions": (positions, 1)}
+    reasons = []
+    for name, (tensor, ndim) in given.items():
+        dtype = str(getattr(tensor, "dtype", type(tensor).__name__)).removeprefix("torch.")
+        if dtype not in ("int32", "int64") or tensor.dim() != ndim:
+            reasons.append(f"{name} must be int32 or int64 with {ndim} dimension(s), got {_got(tensor)}")
+    if not reasons and len(row_req) != len(positions):
+        reasons.append(f"row_req has {len(row_req)} rows, positions {len(positions)}: one of each a token")
+    if reasons:
+        raise CacheError("; ".join(reasons))
+
+
+def _got(value: object) -> str:
+    """Return dtype and shape of a tensor, or the type of what is none."""
+    if not hasattr(value, "dtype"):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"  # type: ignore[attr-defined]
+
+
 def _check(block_table: Tensor | None, given: Tensor | None, layout: Layout, kind: str, out: Pair) -> None:
     wanted = {"block_table": (block_table, "int32", 2), "slots": (given, "int64", 1)}
     buffers = dict(zip(wanted, out, strict=True))
@@ -129,13 +155,13 @@ def _check(block_table: Tensor | None, given: Tensor | None, layout: Layout, kin
     for name, (tensor, dtype, ndim) in wanted.items():
         buffer, factor = buffers[name], layout.pages(kind) if name == "block_table" else 1
         for label, value in ((name, tensor), (f"out of {name}", buffer)):
-            if value is not None and (str(value.dtype) != f"torch.{dtype}" or value.dim() != ndim):
-                got = str(value.dtype).removeprefix("torch.")
-                reasons.append(
-                    f"{label} must be {dtype} with {ndim} dimension(s), got {got} {list(value.shape)}"
-                )
-        if tensor is None or buffer is None or tensor.dim() != ndim or buffer.dim() != ndim:
+            fits = str(getattr(value, "dtype", "")) == f"torch.{dtype}" and value.dim() == ndim  # type: ignore[union-attr]
+            if value is not None and not fits:
+                reasons.append(f"{label} must be {dtype} with {ndim} dimension(s), got {_got(value)}")
+        if any(getattr(value, "ndim", None) != ndim for value in (tensor, buffer)):
             continue
+        assert tensor is not None
+        assert buffer is not None
         needed = [*tensor.shape[:-1], tensor.shape[-1] * factor]
         if any(have < want for have, want in zip(buffer.shape, needed, strict=True)):
             reasons.append(f"out of {name} must be at least {needed}, got {list(buffer.shape)}")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from kimi_hal.cache.integers import whole
 from kimi_hal.cache.layout import Layout
 from kimi_hal.errors import CacheError
 
@@ -77,12 +78,19 @@ def capacity(
     Raises:
         CacheError: not one block fits, or a count below 1.
     """
-    tokens = layout.max_context if context is None else context
+    tokens = layout.max_context if context is None else whole("context", context)
+    memory, states, reserve = whole("memory", memory), whole("states", states), whole("reserve", reserve)
     if tokens < 1 or states < 1 or reserve < 0:
         raise CacheError(
             f"context={tokens} and states={states} must be at least 1, reserve={reserve} at least 0"
         )
-    sized = layout.sized(memory=max(memory - reserve, 0))
+    left = memory - reserve
+    if reserve and left < layout.block_bytes:
+        raise CacheError(
+            f"memory={memory:,} less reserve={reserve:,} is {left:,} bytes, and one block takes "
+            f"{layout.block_bytes:,}: give more memory, a smaller reserve or a smaller block_size"
+        )
+    sized = layout.sized(memory=left)
     needed = [group.blocks(tokens, states) for group in layout.groups]
     return Capacity(
         memory=memory,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from kimi_hal.cache.integers import whole
 from kimi_hal.cache.layout import Layout
-from kimi_hal.cache.ranges import Move, check_blocks, whole_blocks
+from kimi_hal.cache.ranges import Move, known_blocks, whole_blocks
 from kimi_hal.cache.views import check_pool
 from kimi_hal.errors import CacheError
 
@@ -50,8 +51,8 @@ class HostTier:
         self, pool: Tensor, blocks: Sequence[int], rows: Sequence[int], written: Sequence[int]
     ) -> None:
         check_pool(self.device_layout, pool)
-        check_blocks(self.device_layout, blocks, "device ")
-        check_blocks(self.layout, rows, "host ")
+        known_blocks(self.device_layout, blocks, "device ")
+        known_blocks(self.layout, rows, "host ")
         if len(set(written)) != len(written):
             raise CacheError(f"a block is written twice: {list(written)}")
 
@@ -60,8 +61,11 @@ def copy(moves: Iterable[Move], source: Tensor, target: Tensor) -> None:
     """Copy ranges of one pool to another inside this process, on the current stream.
 
     Raises:
-        CacheError: a range outside a pool.
+        CacheError: a range outside a pool, or a pool that is not 1-D uint8.
     """
+    for side, pool in (("source", source), ("target", target)):
+        if str(pool.dtype) != "torch.uint8" or pool.dim() != 1:
+            raise CacheError(f"the {side} pool must be 1-D uint8, got {list(pool.shape)} {pool.dtype}")
     for move in moves:
         check_move(move, source.numel(), target.numel())
         part = source[move.source : move.source + move.length]
@@ -70,6 +74,8 @@ def copy(moves: Iterable[Move], source: Tensor, target: Tensor) -> None:
 
 def check_move(move: Move, source: int, target: int) -> None:
     """Refuse a move that leaves a pool of so many bytes on either side."""
+    for value in (move.source, move.target, move.length):
+        whole(f"{move.what}: a byte of a move", value)
     for start, size, side in ((move.source, source, "source"), (move.target, target, "target")):
         if start < 0 or move.length < 1 or start + move.length > size:
             raise CacheError(

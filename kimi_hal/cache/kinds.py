@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from kimi_hal.cache.integers import whole
 from kimi_hal.errors import CacheError
 
 #: Bytes of an element, by dtype name.
@@ -58,8 +59,7 @@ class TokenCache:
         sizes = {"entry_bytes": self.entry_bytes, "ratio": self.ratio, "align": self.align}
         sizes |= {n: v for n in ("page", "window", "block_size") if (v := getattr(self, n)) is not None}
         for name, value in sizes.items():
-            if value < 1:
-                raise CacheError(f"cache {self.name!r}: {name}={value} must be at least 1")
+            whole(f"cache {self.name!r}: {name}", value, 1)
         _distinct(self.name, self.layers)
         if self.block_size is not None and self.window is None:
             raise CacheError(
@@ -107,13 +107,17 @@ class StatePart:
     segments: tuple[str, ...] = ("",)
 
     def __post_init__(self) -> None:
-        """Refuse an unknown dtype and an axis that is not there."""
+        """Refuse an unknown dtype, an axis that is not there, and no segments."""
         if self.dtype not in ITEM_BYTES:
             raise CacheError(
                 f"state part {self.name!r}: dtype {self.dtype!r} is not {' or '.join(ITEM_BYTES)}"
             )
+        for size in self.shape:
+            whole(f"state part {self.name!r}: a size of its shape", size)
         if not 0 <= self.axis < len(self.shape) or min(self.shape) < 1:
             raise CacheError(f"state part {self.name!r}: axis {self.axis} is not in shape {list(self.shape)}")
+        if not self.segments:
+            raise CacheError(f"state part {self.name!r}: segments are empty; a part of one run has ('',)")
 
     def local_shape(self, tp: int) -> tuple[int, ...]:
         """Return the shape that one of ``tp`` ranks holds."""
@@ -163,8 +167,13 @@ class StateCache:
     interval: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse layers named twice and parts that heads do not divide."""
+        """Refuse layers named twice, a state without parts, sizes below 1, and parts that heads do not divide."""
         _distinct(self.name, self.layers)
+        for name, value in (("heads", self.heads), ("interval", self.interval)):
+            if value is not None:
+                whole(f"state {self.name!r}: {name}", value, 1)
+        if not self.parts:
+            raise CacheError(f"state {self.name!r} has no parts")
         for part in self.parts:
             if part.shape[part.axis] % ((self.heads or 1) * len(part.segments)):
                 raise CacheError(
@@ -199,5 +208,7 @@ class StateCache:
 
 
 def _distinct(name: str, layers: tuple[int, ...]) -> None:
+    for layer in layers:
+        whole(f"{name!r}: a layer", layer, 0)
     if not layers or len(set(layers)) != len(layers):
         raise CacheError(f"{name!r} must name at least one layer, and each once; got {list(layers)}")

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kimi_hal.cache.integers import whole
 from kimi_hal.cache.kinds import StateCache, StatePart, TokenCache
 from kimi_hal.errors import CacheError, unknown
 from kimi_hal.ops.spec import DCP
@@ -221,8 +222,9 @@ class Layout:
         """
         if (memory is None) == (num_blocks is None):
             raise CacheError("give either memory= in bytes or num_blocks=, got both or neither")
-        blocks = num_blocks if memory is None else memory // self.block_bytes
-        if blocks is None or blocks < 1:
+        many = whole("num_blocks", num_blocks) if memory is None else whole("memory", memory)
+        blocks = many if memory is None else many // self.block_bytes
+        if blocks < 1:
             raise CacheError(
                 f"not one block of {self.block_bytes:,} bytes fits: memory={memory}, num_blocks={num_blocks}; "
                 f"give at least {self.block_bytes:,} bytes or a smaller block_size"
@@ -257,7 +259,18 @@ class Layout:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Layout:
-        """Rebuild from ``to_dict()``."""
+        """Rebuild from ``to_dict()``.
+
+        Raises:
+            CacheError: it is no layout's.
+        """
+        try:
+            return cls._from_dict(data)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise CacheError(f"this is not what Layout.to_dict() returns: {error!r}") from error
+
+    @classmethod
+    def _from_dict(cls, data: Mapping[str, Any]) -> Layout:
         fields = dict(data)
         fields["caches"] = tuple(_record(TokenCache, c) for c in data["caches"])
         fields["states"] = tuple(
@@ -267,6 +280,8 @@ class Layout:
         fields["groups"] = tuple(
             _record(Group, g | {"places": tuple(Place(**p) for p in g["places"])}) for g in data["groups"]
         )
+        for name in ("block_size", "block_bytes", "num_blocks", "tp", "world", "interleave", "max_context"):
+            fields[name] = whole(name, data[name], 0 if name == "num_blocks" else 1)
         return cls(**fields)
 
 

@@ -8,12 +8,14 @@ sizes are powers of two: one large block is a whole number of small ones, layer 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from kimi_hal.cache.integers import whole
 from kimi_hal.cache.kinds import StateCache, TokenCache
 from kimi_hal.cache.layout import TOKENS, Layout, Place
-from kimi_hal.cache.ranges import Move, check_blocks, joined, whole_blocks
+from kimi_hal.cache.ranges import Move, joined, known_blocks, whole_blocks
 from kimi_hal.errors import CacheError
 
 #: Blocks of one request by group: in token groups in the order of positions, in state groups one.
@@ -66,11 +68,11 @@ class Pair:
             one move; neighbouring blocks are joined.
 
         Raises:
-            CacheError: blocks outside a layout, blocks that do not match, an unknown rank.
+            CacheError: blocks outside a layout or that do not match, one written twice, an unknown rank.
             UnknownNameError: an unknown group.
         """
         self._check_rank(rank)
-        self._check_request(source, target)
+        source, target = self._request(source, target)
         if self.same:
             return {rank: self._whole(source, target)}
         found = {self.token_rank(rank): list(self._tokens(source, target))}
@@ -123,15 +125,18 @@ class Pair:
                         yield Move(start + move.source, end + move.target, move.length, what)
 
     def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.decode.tp:
+        if not 0 <= whole("rank", rank) < self.decode.tp:
             raise CacheError(f"rank={rank} is outside the decode instance's tp={self.decode.tp}")
 
-    def _check_request(self, source: Blocks, target: Blocks) -> None:
+    def _request(self, source: Blocks, target: Blocks) -> tuple[Blocks, Blocks]:
+        """Return both sides' blocks as ints, or say why they cannot be moved."""
+        source = _named(self.prefill, source, "prefill ")
+        target = _named(self.decode, target, "decode ")
         reasons = []
-        for layout, blocks, whose in ((self.prefill, source, "prefill "), (self.decode, target, "decode ")):
-            for name, ids in blocks.items():
-                layout.group(name)
-                check_blocks(layout, ids, whose)
+        written = Counter(block for ids in target.values() for block in ids)
+        twice = [block for block, times in written.items() if times > 1]
+        if twice:
+            reasons.append(f"decode blocks {twice} are named twice: one would overwrite the other")
         counts = [len(blocks.get(TOKENS, ())) for blocks in (source, target)]
         sizes = [self.prefill.block_size, self.decode.block_size]
         if len({-(-n * size // max(sizes)) for n, size in zip(counts, sizes, strict=True)}) > 1:
@@ -139,6 +144,12 @@ class Pair:
         reasons += _counts(self.prefill, source, self.decode, target)
         if reasons:
             raise CacheError("; ".join(reasons))
+        return source, target
+
+
+def _named(layout: Layout, blocks: Blocks, whose: str) -> Blocks:
+    """Return the blocks of groups that the layout has."""
+    return {layout.group(name).name: known_blocks(layout, ids, whose) for name, ids in blocks.items()}
 
 
 def pair(prefill: Layout, decode: Layout) -> Pair:

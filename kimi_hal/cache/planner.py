@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from kimi_hal.cache import grouping
 from kimi_hal.cache.grouping import Bucket
+from kimi_hal.cache.integers import whole
 from kimi_hal.cache.kinds import STATE_ALIGN, StateCache, TokenCache, up
 from kimi_hal.cache.layout import Group, Layout
 from kimi_hal.cache.models import Description, describe
@@ -56,7 +57,10 @@ def plan(
         CacheError: sizes that do not go together: what was asked, what is possible.
         UnknownNameError: a format that is not registered.
     """
-    spread = DCP(world=dcp) if isinstance(dcp, int) else dcp
+    block_size, tp = whole("block_size", block_size), whole("tp", tp)
+    spread = dcp if isinstance(dcp, DCP) else DCP(world=whole("dcp", dcp))
+    if max_context is None:
+        max_context = model.max_context if isinstance(model, Model) else 1 << 20
     caches, states = _described(model, latent, index, conv_layout, spread)
     _check_sizes(block_size, tp, spread, caches, states)
     groups, row = _groups(caches, states, block_size, tp, spread.world)
@@ -68,7 +72,7 @@ def plan(
         tp=tp,
         world=spread.world,
         interleave=spread.interleave,
-        max_context=max_context or (model.max_context if isinstance(model, Model) else 1 << 20),
+        max_context=whole("max_context", max_context, 1),
         caches=caches,
         states=states,
         groups=groups,

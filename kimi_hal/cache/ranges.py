@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from kimi_hal.cache.integers import whole
 from kimi_hal.cache.kinds import StatePart
 from kimi_hal.cache.layout import Layout
 from kimi_hal.errors import CacheError, unknown
@@ -49,23 +50,25 @@ def descriptors(
         CacheError: a block id outside the layout.
         UnknownNameError: no such part.
     """
-    check_blocks(layout, block_ids)
+    blocks, base = known_blocks(layout, block_ids), whole("base", base)
     ranges = [(0, layout.block_bytes, "")] if what == BLOCK else list(_parts(layout, what))
     return tuple(
         Descriptor(base + block * layout.block_bytes + offset, length, f"block {block}{label}")
-        for block in block_ids
+        for block in blocks
         for offset, length, label in ranges
     )
 
 
-def check_blocks(layout: Layout, block_ids: Iterable[int], whose: str = "") -> None:
-    """Refuse block ids that are not in the layout."""
-    bad = [block for block in block_ids if not 0 <= block < layout.num_blocks]
+def known_blocks(layout: Layout, block_ids: Iterable[int], whose: str = "") -> list[int]:
+    """Return block ids as Python ints, whatever integers they are; refuse those that are not in the layout."""
+    blocks = [whole(f"a {whose}block id", block) for block in block_ids]
+    bad = [block for block in blocks if not 0 <= block < layout.num_blocks]
     if bad:
         raise CacheError(
             f"{whose}block ids {bad} are outside the layout's {layout.num_blocks} blocks; "
             "leave out padding (−1) and size the layout first"
         )
+    return blocks
 
 
 def whole_blocks(layout: Layout, source: Sequence[int], target: Sequence[int]) -> tuple[Move, ...]:
@@ -73,7 +76,8 @@ def whole_blocks(layout: Layout, source: Sequence[int], target: Sequence[int]) -
     if len(source) != len(target):
         raise CacheError(f"{len(source)} blocks cannot be moved to {len(target)}: give as many of each")
     row = layout.block_bytes
-    pairs = zip(source, target, strict=True)
+    ids = ([whole("a block id", block) for block in some] for some in (source, target))
+    pairs = zip(*ids, strict=True)
     return joined(Move(s * row, t * row, row, f"block {s} to {t}") for s, t in pairs)
 
 

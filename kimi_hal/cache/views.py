@@ -61,6 +61,8 @@ def check_pool(layout: Layout, pool: Tensor) -> None:
     reasons = []
     if layout.num_blocks < 1:
         reasons.append("the layout has no blocks yet: layout.sized(memory=…)")
+    if not hasattr(pool, "data_ptr"):
+        raise CacheError(f"the pool must be a tensor, got {type(pool).__name__}")
     if str(pool.dtype) != "torch.uint8" or pool.dim() != 1 or not pool.is_contiguous():
         reasons.append(f"the pool must be contiguous 1-D uint8, got {list(pool.shape)} {pool.dtype}")
     elif pool.numel() < layout.bytes:

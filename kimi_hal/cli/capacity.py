@@ -11,10 +11,11 @@ from typing import Any
 
 import click
 
+from kimi_hal import formats
 from kimi_hal.cache.counting import Capacity, capacity
 from kimi_hal.cache.layout import Layout
 from kimi_hal.cache.planner import plan
-from kimi_hal.errors import CacheError
+from kimi_hal.errors import CacheError, unknown
 from kimi_hal.presets import INDEX, LATENT
 
 #: Short names of the formats that are asked for most.
@@ -154,6 +155,11 @@ def table(
     reserve: int,
 ) -> Iterator[Row]:
     """Yield a row for each combination; one that cannot be planned carries the sentence that says why."""
+    for kind, named, short in (("latent", latent, LATENTS), ("index", index, INDEXES)):
+        known = (*short, *formats.names(kind))
+        for name in named:
+            if name not in known:
+                raise unknown(f"{kind} format", name, known)
     for asked in itertools.product(memory, tp, dcp, latent, index):
         size, ranks, spread, rows, keys = asked
         try:

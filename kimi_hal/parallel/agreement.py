@@ -44,13 +44,13 @@ def agree_on(group: Group, facts: Mapping[str, str | int | float | bool | None])
     Raises:
         GroupError: on all ranks, if any differs; names each fact that does, and the ranks of each value.
     """
-    texts = _others(group, json.dumps(dict(facts)))
+    texts = _others(group, json.dumps(dict(facts), sort_keys=True))
     if texts is None:
         return
     told = [json.loads(text) for text in texts]
     sentences = []
     for name in sorted({name for each in told for name in each}):
-        values = _ranks([json.dumps(each.get(name)) for each in told])
+        values = _ranks([json.dumps(each[name]) if name in each else "nothing" for each in told])
         if len(values) > 1:
             shown = (f"{ranks_text(ranks)} {_has(ranks)} {value}" for value, ranks in values.items())
             sentences.append(f"{name}: {', '.join(shown)}")
@@ -93,10 +93,10 @@ def _others(group: Group, text: str) -> list[str] | None:
     seen = [bytes(row) for row in group.all_gather(_bytes(digest).to(group.device)).cpu().tolist()]
     if len(set(seen)) == 1:
         return None
-    longest = max(int.from_bytes(each[32:], "little") for each in seen)
-    message = _bytes(bytearray(data.ljust(longest, b"\0"))).to(group.device)
+    lengths = [int.from_bytes(each[32:], "little") for each in seen]
+    message = _bytes(bytearray(data.ljust(max(lengths), b"\0"))).to(group.device)
     rows = group.all_gather(message).cpu().tolist()
-    return [bytes(row).rstrip(b"\0").decode() for row in rows]
+    return [bytes(row[:length]).decode() for row, length in zip(rows, lengths, strict=True)]
 
 
 def _bytes(data: bytearray) -> Tensor:

@@ -17,6 +17,7 @@ from kimi_hal.ops import check, topk_merge
 from kimi_hal.ops.spec import Limits
 from kimi_hal.ops.topk_merge import TopKMergeSpec
 from kimi_hal.parallel import ownership
+from kimi_hal.parallel.agreement import agree_on
 from kimi_hal.parallel.groups import Group, require
 from kimi_hal.reference import protocols, selection
 from kimi_hal.reference import topk_merge as reference
@@ -64,6 +65,9 @@ class CapturedMerge:
         device: where the operands are.
         capacity: the same on every rank; ``None``: ``Capacity.default``.
 
+    Raises:
+        GroupError: the group is not the Spec's; on all ranks, if Spec or capacity differs.
+
     Attributes:
         flag: int32 ``[1]`` on the device, the same on every rank: rows left without an answer since it was
             last set to zero. It grows, so that many layers share one reading. Above 0, repeat the step with an
@@ -88,6 +92,14 @@ class CapturedMerge:
         self.flag = torch.zeros(1, dtype=torch.int32, device=device)
         sharded = ownership.of_keys(spec.dcp).world > 1
         self._group = require(group, spec.dcp) if sharded else None
+        if (
+            self._group is not None
+        ):  # its messages have one shape whatever they mean, so nothing would tell later
+            facts = {name: str(value) for name, value in spec.to_dict().items() if name != "dcp"}
+            facts |= {
+                f"dcp.{name}": str(value) for name, value in spec.dcp.to_dict().items() if name != "rank"
+            }
+            agree_on(self._group, {**facts, "capacity": str(self.capacity)})
         self._check = check.compiled(topk_merge, spec, limits)
 
     def run(

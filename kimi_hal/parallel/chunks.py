@@ -10,6 +10,9 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kimi_hal.errors import ContractError
+from kimi_hal.parallel.shards import whole_lengths
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -40,10 +43,11 @@ def microbatches(
             start (a cache block, a plan's ``checkpoint_multiple``), where that leaves it any rows.
 
     Raises:
-        ValueError: ``rows`` is less than 1 or less than ``multiple``: nothing could move on.
+        ContractError: ``rows`` is less than 1 or less than ``multiple``: nothing could move on. ``new`` and
+            ``cached`` of different lengths, or with what is no number of tokens; ``even`` or ``multiple`` below 1.
     """
-    if rows < max(1, multiple):
-        raise ValueError(f"rows={rows}: a microbatch has at least {max(1, multiple)} (multiple={multiple})")
+    new, cached = (whole_lengths("microbatches", each) for each in (new, cached))
+    _check(len(new), len(cached), rows, even, multiple)
     budget = _cost(0, rows, even)
     batches: list[list[Chunk]] = [[]]
     used, left = 0.0, rows
@@ -69,6 +73,19 @@ def microbatches(
     return [batch for batch in batches if batch]
 
 
+def _check(new: int, cached: int, rows: int, even: int | None, multiple: int) -> None:
+    reasons = []
+    if new != cached:
+        reasons.append(f"new names {new} requests, cached {cached}")
+    for name, value in (("multiple", multiple), ("even", even), ("rows", rows)):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            reasons.append(f"{name}={value!r} must be a whole number from 1")
+    if not reasons and rows < multiple:
+        reasons.append(f"rows={rows}: a microbatch has at least {multiple} (multiple={multiple})")
+    if reasons:
+        raise ContractError("microbatches", reasons)
+
+
 def last_stop(start: int, end: int, block: int) -> int | None:
     """Return the rows after which the last block of a chunk is full, or ``None``: what a prefix cache stores.
 
@@ -76,7 +93,12 @@ def last_stop(start: int, end: int, block: int) -> int | None:
         start: tokens of the request before the chunk.
         end: tokens after it.
         block: tokens of a cache block.
+
+    Raises:
+        ContractError: ``block`` is below 1.
     """
+    if block < 1:
+        raise ContractError("last_stop", [f"block={block} must be at least 1"])
     stop = end // block * block - start
     return stop if stop > 0 else None
 

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from kimi_hal import formats
-from kimi_hal.errors import PlanError, unknown
+from kimi_hal.errors import ContractError, PlanError, unknown
 from kimi_hal.formats import token_bytes
 from kimi_hal.ops.spec import DCP
 from kimi_hal.parallel import ownership
 from kimi_hal.parallel.groups import Group, require
+from kimi_hal.parallel.shards import whole_lengths
 
 #: Bytes of one message that is gathered, all ranks together: what a gather holds besides the workspace.
 GATHERED = 1 << 28
@@ -59,6 +60,11 @@ class ContextCache:
     Attributes:
         cache: ``[pages, page_bytes]`` uint8, the workspace. Its contents are those of the last ``gather``.
 
+    Raises:
+        GroupError: ``dcp`` is not the group's.
+        PlanError: a size that is no whole number, or too small.
+        UnknownNameError: no such format of a cache.
+
     Source: vLLM ``sparse_attn_indexer.py`` (``dcp_gather_kv_rows``), ``sparse_utils.py``.
     """
 
@@ -74,6 +80,9 @@ class ContextCache:
         device: torch.device | str,
         gather: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
+        for name, size, least in (("page", page, 1), ("tokens", tokens, 0), ("requests", requests, 0)):
+            if not isinstance(size, int) or size < least:
+                raise PlanError(f"gathered context: {name} must be a whole number from {least}, got {size!r}")
         found = formats.get(fmt)
         if isinstance(found, formats.ExpertFormat):
             raise unknown("cache format", fmt, (*formats.names("index"), *formats.names("latent")))
@@ -97,7 +106,10 @@ class ContextCache:
 
         Raises:
             PlanError: the workspace has fewer pages.
+            ContractError: the table has fewer requests, or fewer columns than this rank's tokens take.
         """
+        lengths = whole_lengths("gathered context", lengths)
+        self._check_table(lengths, table)
         pages = [-(-length // self.page) for length in lengths]
         if sum(pages) > len(self.cache):
             raise PlanError(
@@ -117,6 +129,16 @@ class ContextCache:
             target=self._target(starts[request] * self.page, place, bound),
             tokens=sum(lengths),
         )
+
+    def _check_table(self, lengths: Sequence[int], table: Tensor) -> None:
+        """Refuse a table without a place for a token that this rank owns."""
+        longest = max(lengths, default=0)
+        columns = -(-ownership.local_length(longest, self.dcp) // self.page)
+        if len(lengths) > table.shape[0] or columns > table.shape[1]:
+            needed = f"{len(lengths)} requests of up to {columns} pages of {self.page} tokens"
+            raise ContractError(
+                "gathered context", [f"the block table must hold {needed}, got {list(table.shape)}"]
+            )
 
     def _source(self, request: Tensor, place: Tensor, bound: Tensor, table: Tensor) -> Tensor:
         """Return the slot of each local position in this rank's shard."""
@@ -151,6 +173,25 @@ class ContextCache:
     def holds(self, lengths: Sequence[int]) -> bool:
         """Tell whether contexts of these lengths fit into the workspace."""
         return sum(-(-length // self.page) for length in lengths) <= len(self.cache)
+
+
+def check_contexts(who: str, contexts: Sequence[int], row_req: Tensor, row_len: Tensor) -> None:
+    """Refuse rows that see more keys than their request's context has; reads the device.
+
+    Raises:
+        ContractError: names the first such row.
+    """
+    held = torch.tensor([*whole_lengths(who, contexts), 0], dtype=torch.int64, device=row_req.device)
+    request = row_req.long()
+    held = held[torch.where(request < 0, len(contexts), request).clamp(max=len(contexts))]
+    beyond = ((row_len > held) & (request >= 0)).nonzero()[:, 0].tolist()
+    if beyond:
+        row = beyond[0]
+        seen, there = int(row_len[row]), int(held[row])
+        raise ContractError(
+            who,
+            [f"row {row} of request {int(row_req[row])} sees {seen} keys, its context has {there} tokens"],
+        )
 
 
 def _consecutive(starts: Tensor) -> Tensor:

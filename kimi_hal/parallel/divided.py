@@ -15,17 +15,16 @@ import torch
 from torch import Tensor
 
 from kimi_hal.dispatch.plan import Plan, plan
-from kimi_hal.errors import ContractError
 from kimi_hal.ops.composites import DSASpec, part_specs
 from kimi_hal.ops.operator import torch_dtype
 from kimi_hal.ops.sparse_mla import MergeSpec
 from kimi_hal.ops.spec import Limits, Spec
 from kimi_hal.parallel import ownership
 from kimi_hal.parallel.agreement import agree_dcp, agree_on, agree_plans
-from kimi_hal.parallel.context import ContextCache, Route
+from kimi_hal.parallel.context import ContextCache, Route, check_contexts
 from kimi_hal.parallel.exchange import exchange_heads, gather_heads
 from kimi_hal.parallel.groups import Group
-from kimi_hal.parallel.prefill import one_rank
+from kimi_hal.parallel.prefill import checked_lengths, one_rank
 from kimi_hal.parallel.shards import Shards
 from kimi_hal.parallel.tokens import gather_tokens
 
@@ -174,8 +173,8 @@ class RowDividedPrefill:
         rows, rank = row_req.shape[0], self.group.rank()
         if self.verify:
             agree_on(self.group, {"rows": rows, "lengths": str([*lengths]), "contexts": str([*contexts])})
-        if sum(lengths) > rows:
-            raise ContractError(NAME, [f"lengths are {sum(lengths)} rows together, row_req has {rows}"])
+            check_contexts(NAME, contexts, row_req, row_len)
+        lengths = checked_lengths(NAME, lengths, row_req, row_len)
         shards = Shards.pieces(lengths, self.group.size(), row_req.device)
         keys = self.keys.route(contexts, index_table) if self.keys else None
         whole = self.latents if self.gathers(contexts, rows) else None

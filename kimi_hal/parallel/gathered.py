@@ -13,9 +13,9 @@ from kimi_hal.ops.composites import DSASpec
 from kimi_hal.ops.spec import DCP
 from kimi_hal.parallel import ownership
 from kimi_hal.parallel.agreement import agree_dcp, agree_on
-from kimi_hal.parallel.context import ContextCache, Route
+from kimi_hal.parallel.context import ContextCache, Route, check_contexts
 from kimi_hal.parallel.groups import Group
-from kimi_hal.parallel.prefill import PrefillStep, TokenShardedPrefill
+from kimi_hal.parallel.prefill import NAME, PrefillStep, TokenShardedPrefill
 
 
 @dataclass(frozen=True)
@@ -93,10 +93,12 @@ class GatheredPrefill:
 
         Raises:
             PlanError: the contexts do not fit into the workspaces.
-            ContractError, GroupError: as there.
+            ContractError, GroupError: as there; also, unless ``verify`` is off, a row that sees more keys than
+                its request's context has.
         """
         if self.inner.verify:
             agree_on(self.group, {"contexts": str([*contexts])})
+            check_contexts(NAME, contexts, row_req, row_len)
         latents = self.latents.route(contexts, latent_table)
         keys = self.keys.route(contexts, index_table) if self.keys else None
         tables = (latents.table, keys.table if keys else index_table)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kimi_hal.errors import GroupError
 from kimi_hal.parallel.agreement import agree
-from kimi_hal.parallel.meeting import Faults, Meeting, Offer, disagreement, run_ranks
+from kimi_hal.parallel.meeting import Faults, Meeting, Offer, check_timeout, disagreement, run_ranks
 
 if TYPE_CHECKING:
     from kimi_hal.ops.spec import DCP
@@ -56,7 +56,8 @@ class Group(ABC):
             out: a contiguous buffer of that shape and dtype, which is filled and returned.
 
         Raises:
-            GroupError: on all ranks, if shapes or dtypes differ, a rank fails or does not arrive in time.
+            GroupError: on all ranks, if shapes or dtypes differ, a rank fails or does not arrive in time; on
+                this rank, if ``x`` is no dense tensor or ``out`` does not fit.
         """
 
     @abstractmethod
@@ -74,7 +75,20 @@ class Group(ABC):
     def barrier(self) -> None:
         """Return when every rank has called it."""
 
+    def _check_gathered(self, x: Tensor, out: Tensor | None) -> None:
+        _check_dense("all_gather", x)
+        if out is None:
+            return
+        _check_dense("all_gather into out", out)
+        wanted = (self.size(), *x.shape)
+        if out.shape != wanted or out.dtype != x.dtype or not out.is_contiguous() or out.device != x.device:
+            raise GroupError(
+                f"all_gather: out must be contiguous {list(wanted)} {_name(x.dtype)} on {x.device}, got "
+                f"{list(out.shape)} {_name(out.dtype)} on {out.device}, strides {list(out.stride())}"
+            )
+
     def _check_pieces(self, x: Tensor) -> None:
+        _check_dense("all_to_all", x)
         if not x.dim() or x.shape[0] != self.size():
             raise GroupError(f"all_to_all needs one piece a rank, [{self.size()}, ...], got {list(x.shape)}")
 
@@ -125,6 +139,7 @@ class LoopbackGroup(Group):
 
     def all_gather(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Return every rank's tensor, ``[W, *x.shape]``."""
+        self._check_gathered(x, out)
         self._count(x.nbytes)
         parts = [_to_bytes(part) for part in self._exchange("all_gather", x)]
         if out is not None:
@@ -177,6 +192,7 @@ class TorchGroup(Group):
 
         if not dist.is_available() or not dist.is_initialized():
             raise GroupError("no process group; start one: torch.distributed.init_process_group(…)")
+        check_timeout(timeout)
         self._dist = dist
         self._pg = process_group if process_group is not None else dist.group.WORLD
         self._timeout = timeout
@@ -194,6 +210,7 @@ class TorchGroup(Group):
 
     def all_gather(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Return every rank's tensor, ``[W, *x.shape]``."""
+        self._check_gathered(x, out)
         self._meet("all_gather", x)
         got = self._gather_bytes("all_gather", _to_bytes(x), out)
         self.bytes_sent += x.nbytes if self.size() > 1 else 0
@@ -264,6 +281,13 @@ def require(group: Group | None, dcp: DCP) -> Group:
             f"the Spec is rank {dcp.rank} of {dcp.world}, the group is rank {group.rank()} of {group.size()}"
         )
     return group
+
+
+def _check_dense(call: str, x: object) -> None:
+    """Refuse what has no bytes of its own in one run: no tensor, a sparse or a quantised one."""
+    if not isinstance(x, Tensor) or x.layout != torch.strided or x.is_quantized:
+        got = f"{_name(x.dtype)} {x.layout}" if isinstance(x, Tensor) else type(x).__name__
+        raise GroupError(f"{call} takes a dense tensor, got {got}")
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -95,13 +95,20 @@ class ContextKDA:
             rows: T of the full chunk, with padding; ``None``: the shards' total.
 
         Raises:
-            ContractError: stops outside a sequence; shards of another number of rows.
+            ContractError: stops outside a sequence, two of them at one slot; shards of other rows or ranks.
             GroupError: on all ranks, if the step differs.
         """
         if self.verify:
             agree_on(self.group, {"rows": rows, "lengths": str([*lengths]), "stops": str(stops or {})})
+        problems = []
         if sum(lengths) != shards.total:
-            raise ContractError(NAME, [f"lengths are {sum(lengths)} rows, the shards have {shards.total}"])
+            problems.append(f"lengths are {sum(lengths)} rows, the shards have {shards.total}")
+        if shards.world != self.group.size():
+            problems.append(f"the shards are of {shards.world} ranks, the group has {self.group.size()}")
+        if rows is not None and rows < shards.total:
+            problems.append(f"rows={rows} is less than the shards' {shards.total}")
+        if problems:
+            raise ContractError(NAME, problems)
         calls = rounds(lengths, state_ids, has_initial_state, stops or {}, self.multiple)
         buffers = tuple((_filled(self.conv, call), _filled(self.prefill, call)) for call in calls)
         return KDAStep(shards, shards.total if rows is None else rows, calls, buffers)

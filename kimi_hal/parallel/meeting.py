@@ -28,6 +28,14 @@ class Faults:
     dead: Mapping[int, int] = field(default_factory=dict)
     reorder: int | None = None
 
+    def check(self, world: int) -> None:
+        """Refuse ranks that a group does not have, which nothing would happen to, and negative delays."""
+        strange = sorted(rank for rank in {*self.late, *self.dead} if rank not in range(world))
+        if strange:
+            raise GroupError(f"faults name {ranks_text(strange)}, the group has ranks 0 to {world - 1}")
+        if any(seconds < 0 for seconds in self.late.values()):
+            raise GroupError(f"a late rank waits 0 seconds or more, got {dict(self.late)}")
+
 
 @dataclass(frozen=True)
 class Offer:
@@ -53,8 +61,10 @@ class Meeting:
     """
 
     def __init__(self, world: int, timeout: float, faults: Faults) -> None:
-        if world < 1:
-            raise GroupError(f"a group has at least 1 rank, got {world}")
+        if not isinstance(world, int) or world < 1:
+            raise GroupError(f"a group has at least 1 rank, got {world!r}")
+        check_timeout(timeout)
+        faults.check(world)
         self.world = world
         self.timeout = timeout
         self.faults = faults
@@ -65,9 +75,23 @@ class Meeting:
         self._offers: dict[int, dict[int, Offer]] = {}
         self._taken: dict[int, int] = {}
         self._ended: dict[int, str] = {}
+        self._inside = [threading.Lock() for _ in range(world)]
 
     def exchange(self, rank: int, offer: Offer) -> list[Any]:
         """Bring an offer to this rank's next call and return everyone's messages in rank order."""
+        if not self._inside[rank].acquire(blocking=False):
+            with self._changed:
+                self._fail(
+                    f"rank {rank} called {offer.call} while another call of this rank was under way: each rank uses "
+                    "its own group, from one thread at a time"
+                )
+                self._raise_failure()
+        try:
+            return self._exchange(rank, offer)
+        finally:
+            self._inside[rank].release()
+
+    def _exchange(self, rank: int, offer: Offer) -> list[Any]:
         number = self._calls[rank]
         self._calls[rank] += 1
         if self.faults.dead.get(rank, number + 1) <= number:
@@ -141,6 +165,12 @@ class Meeting:
             running = [r for r in range(self.world) if r not in self._ended]
         if running:
             raise GroupError(f"{self.failure}; {ranks_text(running)} still running")
+
+
+def check_timeout(seconds: float) -> None:
+    """Refuse a timeout that never ends, or that is none."""
+    if not isinstance(seconds, int | float) or not 0 < seconds <= threading.TIMEOUT_MAX:
+        raise GroupError(f"timeout={seconds!r} is not a number of seconds above 0")
 
 
 def _ending(error: BaseException | None) -> str:

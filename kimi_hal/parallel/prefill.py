@@ -21,7 +21,7 @@ from kimi_hal.ops.spec import DCP
 from kimi_hal.parallel.agreement import agree_on, agree_plans
 from kimi_hal.parallel.groups import Group
 from kimi_hal.parallel.heads import to_heads, to_tokens
-from kimi_hal.parallel.shards import Shards
+from kimi_hal.parallel.shards import Shards, whole_lengths
 from kimi_hal.reference.sparse_mla import spans
 
 NAME = "token-sharded prefill"
@@ -123,14 +123,13 @@ class TokenShardedPrefill:
             max_context: the longest request, a hint for the plan's ``prepare``.
 
         Raises:
-            ContractError: fewer rows than ``lengths`` say.
+            ContractError: fewer rows than ``lengths`` say, ``row_len`` of another length than ``row_req``.
             GroupError: on all ranks, if ``lengths`` or T differ.
         """
         rows = row_req.shape[0]
         if self.verify:
             agree_on(self.group, {"rows": rows, "lengths": str([*lengths])})
-        if sum(lengths) > rows:
-            raise ContractError(NAME, [f"lengths are {sum(lengths)} rows together, row_req has {rows}"])
+        lengths = checked_lengths(NAME, lengths, row_req, row_len)
         shards = Shards.pieces(lengths, self.group.size(), row_req.device)
         req, bound = (shards.take(x, self.group.rank()) for x in (row_req, row_len))
         step = PrefillStep(shards, self.group.rank(), rows, latent_table, index_table, ())
@@ -174,7 +173,19 @@ class TokenShardedPrefill:
         Returns:
             ``out [T, H, 512]`` and ``lse [T, H]`` of this rank's heads (``[T, 0]`` without
             ``attn.return_lse``). Padded rows are 0 and −inf.
+
+        Raises:
+            ContractError: index queries of other rows than this rank's; what the plan refuses.
         """
+        width = step.shards.width
+        named = {"index_q": index_q, "index_w": index_w}
+        other = [
+            f"{n} must have this rank's {width} rows, got {len(x)}"
+            for n, x in named.items()
+            if len(x) != width
+        ]
+        if other:
+            raise ContractError(NAME, [*other, "make it from step.own(…)"])
         tokens = to_tokens(self.group, q, step.shards)
         caches = (latent_cache, index_cache, step.latent_table, step.index_table)
         more = {} if self._workspace is None else {"workspace": self._workspace}
@@ -194,6 +205,19 @@ class TokenShardedPrefill:
         out, lse = to_heads(self.group, step.shards, step.rows, *results)
         lse[step.shards.total :] = -torch.inf
         return out, lse
+
+
+def checked_lengths(who: str, lengths: Sequence[int], row_req: Tensor, row_len: Tensor) -> list[int]:
+    """Return a step's lengths as ints; refuse more rows than there are, and rows without a bound."""
+    whole = whole_lengths(who, lengths)
+    rows, reasons = row_req.shape[0], []
+    if sum(whole) > rows:
+        reasons.append(f"lengths are {sum(whole)} rows together, row_req has {rows}")
+    if row_len.shape != row_req.shape:
+        reasons.append(f"row_len must have row_req's shape {list(row_req.shape)}, got {list(row_len.shape)}")
+    if reasons:
+        raise ContractError(who, reasons)
+    return whole
 
 
 def _problem(plan: Plan, world: int) -> str:

@@ -6,12 +6,14 @@ filled up, and what its filling holds reaches nobody.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kimi_hal.errors import ContractError
 from kimi_hal.ops.spec import DCP
 from kimi_hal.parallel import ownership
 
@@ -41,8 +43,14 @@ class Shards:
             world: W.
             device: where ``rows`` is.
 
+        Raises:
+            ContractError: a length that is no whole number from 0, or W below 1.
+
         Source: vLLM ``v1/worker/gpu/pcp_manager.py``; the ranks of short requests are this project's.
         """
+        lengths = whole_lengths("shards", lengths)
+        if world < 1:
+            raise ContractError("shards", [f"world={world} must be at least 1"])
         held: list[list[range]] = [[] for _ in range(world)]
         start, turn = 0, 0
         for length in lengths:
@@ -64,6 +72,7 @@ class Shards:
         cls, total: int, world: int, interleave: int = 1, device: torch.device | str = "cpu"
     ) -> Shards:
         """Deal runs of ``interleave`` rows to the ranks in turn: row t belongs to rank ``(t // I) % W``."""
+        (total,) = whole_lengths("shards", (total,))
         first = DCP(world=world, interleave=interleave)
         place = torch.arange(ownership.local_length(total, first), device=device)
         ranks = [DCP(world=world, rank=rank, interleave=interleave) for rank in range(world)]
@@ -81,7 +90,15 @@ class Shards:
         return self.rows.shape[1]
 
     def take(self, x: Tensor, rank: int) -> Tensor:
-        """Return a rank's rows of ``x [≥ total, …]``, ``[width, …]``; the filling is zero."""
+        """Return a rank's rows of ``x [≥ total, …]``, ``[width, …]``; the filling is zero.
+
+        Raises:
+            ContractError: fewer rows than the shards have, on every rank alike; no such rank.
+        """
+        if not x.dim() or x.shape[0] < self.total:
+            raise ContractError("shards", [f"x must have at least {self.total} rows, got {list(x.shape)}"])
+        if not 0 <= rank < self.world:
+            raise ContractError("shards", [f"rank={rank} is outside 0 to {self.world - 1}"])
         rows = self.rows[rank].to(x.device)
         if not self.total:
             return x.new_zeros((0, *x.shape[1:]))
@@ -99,12 +116,36 @@ class Shards:
         Args:
             parts: every rank's shard.
             rows: rows of the result, at least ``total``; ``None``: ``total``.
+
+        Raises:
+            ContractError: parts of other shards, or fewer rows than these have.
         """
-        whole = parts.new_zeros((self.total if rows is None else rows, *parts.shape[2:]))
+        rows = self.total if rows is None else rows
+        if parts.shape[:2] != self.rows.shape:
+            wanted, got = list(self.rows.shape), list(parts.shape)
+            raise ContractError("shards", [f"parts must be {wanted} by rank and row, got {got}"])
+        if rows < self.total:
+            raise ContractError("shards", [f"rows={rows} is less than the shards' {self.total}"])
+        whole = parts.new_zeros((rows, *parts.shape[2:]))
         place = self.rows.to(parts.device)
         held = place >= 0
         _indexable(whole)[place[held]] = _indexable(parts)[held]
         return whole
+
+
+def whole_lengths(who: str, lengths: Sequence[int]) -> list[int]:
+    """Return lengths as ints.
+
+    Raises:
+        ContractError: one is no whole number, or below 0.
+    """
+    try:
+        whole = [operator.index(length) for length in lengths]
+    except TypeError:
+        raise ContractError(who, [f"lengths must be whole numbers, got {lengths!r}"]) from None
+    if min(whole, default=0) < 0:
+        raise ContractError(who, [f"a length is at least 0, got {min(whole)} in {whole}"])
+    return whole
 
 
 def padded_rows(rows: int, requests: int, world: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from kimi_hal.errors import ContractError
 from kimi_hal.ops.kda import KDASpec
 from kimi_hal.parallel.groups import Group
 
@@ -23,12 +24,15 @@ def gather_states(
         conv_state: this rank's pool.
         state: this rank's pool.
         slots: int ``[n]``, the same requests on every rank (the numbers may differ); a negative one gives
-            zeros.
+            zeros, as one beyond the pool does.
+
+    Raises:
+        ContractError: a conv state in another layout than the Spec's.
 
     Returns:
         conv state ``[n, …]`` in the Spec's layout with W times the channels, and state ``[n, W·H, V, K]``.
     """
-    live = slots.long() >= 0
+    live = (slots.long() >= 0) & (slots.long() < min(len(conv_state), len(state)))
     own = [_picked(pool, slots.long(), live) for pool in (_by_part(spec, conv_state, 1), state)]
     parts, states = (group.all_gather(x) for x in own)
     # [W, n, 3, 3, 1, D] -> [n, 3, 3, W, D], q k v before ranks before channels
@@ -48,11 +52,13 @@ def part_states(spec: KDASpec, conv: Tensor, states: Tensor, world: int, rank: i
         rank: which of them.
 
     Raises:
-        ValueError: the heads cannot be parted.
+        ContractError: the heads cannot be parted, no such rank, a conv state in another layout.
     """
     heads = states.shape[1]
-    if heads % world:
-        raise ValueError(f"{heads} heads cannot be parted over {world} ranks")
+    if world < 1 or heads % world:
+        raise ContractError("KDA states", [f"{heads} heads cannot be parted over {world} ranks"])
+    if not 0 <= rank < world:
+        raise ContractError("KDA states", [f"rank={rank} is outside 0 to {world - 1}"])
     own = _by_part(spec, conv, world)[:, :, :, rank].flatten(2)
     if spec.conv_layout == "channel_width":
         own = own.transpose(1, 2)
@@ -62,6 +68,14 @@ def part_states(spec: KDASpec, conv: Tensor, states: Tensor, world: int, rank: i
 def _by_part(spec: KDASpec, conv_state: Tensor, world: int) -> Tensor:
     """View conv states as ``[slots, 3 inputs, 3 of q k v, world, channels]``."""
     by_width = conv_state if spec.conv_layout == "width_channel" else conv_state.transpose(1, 2)
+    if conv_state.dim() != 3 or by_width.shape[1] != 3 or by_width.shape[2] % (3 * world):
+        shape = "[slots, 3, C]" if spec.conv_layout == "width_channel" else "[slots, C, 3]"
+        raise ContractError(
+            "KDA states",
+            [
+                f"conv state must be {shape} under conv_layout={spec.conv_layout!r}, got {list(conv_state.shape)}"
+            ],
+        )
     channels = by_width.shape[2] // (3 * world)
     return by_width.reshape(*by_width.shape[:2], 3, world, channels)
 

@@ -7,6 +7,7 @@ in its slot. Parts stay where they are in the rows; those that are not due are p
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kimi_hal.errors import ContractError
+from kimi_hal.parallel.shards import whole_lengths
 
 #: For one sequence: token counts from the call's first row, ascending, and the slots that get the state there.
 Stops = Sequence[tuple[int, int]]
@@ -86,9 +88,14 @@ def rounds(
         multiple: what the offsets that the operator stores itself are multiples of; ``None``: it stores none.
 
     Raises:
-        ContractError: stops of a sequence that does not exist, that do not ascend, or lie outside it.
+        ContractError: stops of a sequence that does not exist, that do not ascend, or lie outside it; a slot
+            that two of them store to; fewer state ids than sequences.
     """
+    lengths = whole_lengths("state stops", lengths)
     problems = [*_problems(lengths, stops)]
+    for name, given in (("state_ids", state_ids), ("has_initial_state", has_initial_state)):
+        if given is not None and len(given) < len(lengths):
+            problems.append(f"{name} has {len(given)} entries for {len(lengths)} sequences")
     if problems:
         raise ContractError("state stops", problems)
     if has_initial_state is None:
@@ -108,9 +115,13 @@ def _problems(lengths: Sequence[int], stops: Mapping[int, Stops]) -> Iterator[st
         offsets = [offset for offset, _ in wanted]
         if offsets != sorted(offsets):
             yield f"stops of sequence {sequence} do not ascend: {offsets}"
+        if not all(isinstance(number, int) for stop in wanted for number in stop):
+            yield f"stops of sequence {sequence} must be whole numbers, got {[*wanted]}"
         outside = [offset for offset in offsets if not 0 <= offset <= lengths[sequence]]
         if outside:
             yield f"stop {outside[0]} of sequence {sequence} is outside its {lengths[sequence]} rows"
+    stored = Counter(slot for wanted in stops.values() for _, slot in wanted if slot >= 0)
+    yield from (f"slot {slot} is stored to by {n} stops" for slot, n in stored.items() if n > 1)
 
 
 def _parts(sequence: int, length: int, stops: Stops, multiple: int | None) -> Iterator[Part]:

@@ -151,7 +151,10 @@ def test_refuses_counts_below_one_and_a_memory_without_a_block() -> None:
         CacheError, match="context=1048576 and states=0 must be at least 1, reserve=0 at least 0"
     ):
         holds(states=0)
-    with pytest.raises(CacheError, match=r"not one block of 17,411,328 bytes fits: memory=0"):
+    with pytest.raises(
+        CacheError,
+        match=r"^memory=1,000,000,000 less reserve=2,000,000,000 is -1,000,000,000 bytes, and one block takes ",
+    ):
         holds(memory=GB, reserve=2 * GB)
 
 
@@ -186,7 +189,10 @@ def test_what_cannot_be_planned_is_said_below_the_table() -> None:
     ("args", "sentence"),
     [
         (("--block-size", "1000"), "kimi-hal: block_size=1000 is not a power of two"),
-        (("--latent", "nvfp5"), "kimi-hal: unknown latent format 'nvfp5'. Known: latent.bf16"),
+        (
+            ("--latent", "nvfp5"),
+            "kimi-hal: unknown latent format 'nvfp5'; did you mean 'nvfp4'? Known: bf16, fp8, latent.bf16",
+        ),
         (("--memory", "5MB"), "kimi-hal: not one block of 17,411,328 bytes fits"),
         (("--memory", "much"), "'much' is not a size: write 48GiB, 52GB or 1M"),
     ],

@@ -96,7 +96,34 @@ def test_messages_depend_on_the_rows_alone(protocol: str) -> None:
         dcp=DCP(world=4), topk=24, protocol=protocol, score="bfloat16", return_global=protocol == "compact"
     )
     first = {"compact": 4 * (9 + 4 + 1), "scores_only": 2 * 24}[protocol]
-    assert sent[0] == [40 * first + Capacity(4, 8).bytes(spec)] * 4
+    agreed = 40  # once, when it is made
+    assert sent[0] == [agreed + 40 * first + Capacity(4, 8).bytes(spec)] * 4
+
+
+@pytest.mark.parametrize(
+    ("interleave", "rows", "sentence"),
+    [
+        (2, 1, 'ranks do not agree on dcp.interleave: rank 0 has "1", rank 1 has "2"'),
+        (
+            1,
+            2,
+            'ranks do not agree on capacity: rank 0 has "Capacity(rows=1, ties=1)", '
+            'rank 1 has "Capacity(rows=2, ties=1)"',
+        ),
+    ],
+)
+def test_ranks_that_mean_another_merge_are_refused(interleave: int, rows: int, sentence: str) -> None:
+    def one_rank(group: Group) -> None:
+        other = group.rank() == 1
+        dcp = DCP(world=2, rank=group.rank(), interleave=interleave if other else 1)
+        room = Capacity(rows if other else 1, 1)
+        CapturedMerge(
+            TopKMergeSpec(dcp=dcp, topk=8), group, Limits(max_rows=4, max_reqs=4), device="cpu", capacity=room
+        )
+
+    with pytest.raises(GroupError) as caught:
+        LoopbackGroup.run(2, one_rank)
+    assert str(caught.value) == sentence
 
 
 def test_the_flag_counts_over_calls_until_it_is_cleared() -> None:

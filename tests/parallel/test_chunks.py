@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from kimi_hal.errors import ContractError
 from kimi_hal.parallel.chunks import Chunk, last_stop, microbatches
 
 
@@ -67,10 +68,23 @@ def test_every_row_is_computed_once_and_in_order(seed: int) -> None:
     assert seen == new
 
 
-@pytest.mark.parametrize(("rows", "multiple", "least"), [(0, 1, 1), (8, 16, 16)])
-def test_a_microbatch_that_could_not_move_on_is_refused(rows: int, multiple: int, least: int) -> None:
-    with pytest.raises(ValueError, match=rf"^rows={rows}: a microbatch has at least {least} \(multiple="):
-        microbatches([5], [0], rows, multiple=multiple)
+@pytest.mark.parametrize(
+    ("new", "cached", "rows", "more", "sentence"),
+    [
+        ([5], [0], 0, {}, "rows=0 must be a whole number from 1"),
+        ([5], [0], 8, {"multiple": 16}, "rows=8: a microbatch has at least 16 (multiple=16)"),
+        ([5], [0], 8, {"multiple": 0}, "multiple=0 must be a whole number from 1"),
+        ([5], [0], 8, {"even": 0}, "even=0 must be a whole number from 1"),
+        ([5, 6], [0], 8, {}, "new names 2 requests, cached 1"),
+        ([-5], [0], 8, {}, "a length is at least 0, got -5 in [-5]"),
+    ],
+)
+def test_a_microbatch_that_could_not_move_on_is_refused(
+    new: list[int], cached: list[int], rows: int, more: dict[str, int], sentence: str
+) -> None:
+    with pytest.raises(ContractError) as caught:
+        microbatches(new, cached, rows, **more)
+    assert str(caught.value) == f"microbatches: {sentence}"
 
 
 @pytest.mark.parametrize(

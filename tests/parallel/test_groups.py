@@ -196,6 +196,63 @@ def test_pieces_must_be_one_a_rank() -> None:
     assert seen[0] == "all_to_all needs one piece a rank, [3, ...], got [2, 5]"
 
 
+@pytest.mark.parametrize(
+    "out",
+    [
+        torch.empty(1, 2),
+        torch.empty(2, 2, dtype=torch.float64),
+        torch.zeros(2, 4)[:, ::2],
+    ],
+)
+def test_a_buffer_that_does_not_fit_is_refused(out: torch.Tensor) -> None:
+    with pytest.raises(
+        GroupError, match=r"all_gather: out must be contiguous \[2, 2\] float32 on cpu, got \["
+    ):
+        run(lambda g: g.all_gather(torch.ones(2), out=out), 2)
+
+
+def test_what_is_no_dense_tensor_is_refused() -> None:
+    with pytest.raises(GroupError, match="all_gather takes a dense tensor, got list"):
+        run(lambda g: g.all_gather([1]), 2)
+    with pytest.raises(GroupError, match=r"all_to_all takes a dense tensor, got float32 torch\.sparse_coo"):
+        run(lambda g: g.all_to_all(torch.ones(2, 2).to_sparse()), 2)
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf"), None])
+def test_a_timeout_ends(timeout: Any) -> None:
+    with pytest.raises(GroupError) as caught:
+        run(lambda g: g.barrier(), 2, timeout=timeout)
+    assert str(caught.value) == f"timeout={timeout!r} is not a number of seconds above 0"
+
+
+def test_faults_of_a_rank_that_is_not_there_are_refused() -> None:
+    with pytest.raises(GroupError, match=r"^faults name rank 5, the group has ranks 0 to 1$"):
+        run(lambda g: g.barrier(), 2, faults=Faults(dead={5: 0}))
+
+
+def test_one_ranks_group_used_by_two_threads_is_an_error_at_once() -> None:
+    groups: dict[int, Group] = {}
+
+    def borrowed(group: Group) -> None:
+        groups[group.rank()] = group
+        group.barrier()
+        groups[0].barrier()
+
+    with pytest.raises(
+        GroupError, match=r"^rank 0 called barrier while another call of this rank was under way: "
+    ):
+        run(borrowed, 2, timeout=30)
+
+
+def test_texts_with_zeros_at_the_end_are_shown_as_they_are() -> None:
+    seen = failures(lambda g: agree(g, "x\0" if g.rank() else "x"), 2)
+    assert seen[0] == r"ranks do not agree: rank 0 'x'; rank 1 'x\x00'"
+
+
+def test_the_order_of_facts_does_not_matter() -> None:
+    run(lambda g: agree_on(g, {"a": 1, "b": 2} if g.rank() else {"b": 2, "a": 1}), 2)
+
+
 def test_a_group_has_a_rank() -> None:
     with pytest.raises(GroupError, match=r"^a group has at least 1 rank, got 0$"):
         run(lambda g: None, world=0)
@@ -251,9 +308,9 @@ def test_facts_that_differ_are_named_with_their_ranks() -> None:
     assert failures(lambda g: agree_on(g, facts[g.rank()])) == dict.fromkeys(range(3), text)
 
 
-def test_a_fact_that_one_rank_does_not_have_is_null() -> None:
+def test_a_fact_that_one_rank_does_not_have_is_nothing() -> None:
     seen = failures(lambda g: agree_on(g, {"page": 64} if g.rank() else {}), 2)
-    assert seen[1] == "ranks do not agree on page: rank 0 has null, rank 1 has 64"
+    assert seen[1] == "ranks do not agree on page: rank 0 has nothing, rank 1 has 64"
 
 
 # --- torch.distributed ----------------------------------------------------------------------------------

@@ -318,3 +318,34 @@ def test_a_rank_that_dies_ends_the_prefill_and_nothing_is_returned(call: int) ->
     collective = "all_to_all" if call > 5 else "all_gather"
     assert texts == [f"rank 1 died; {collective} (call {call}) cannot end"]
     assert returned == []
+
+
+def test_index_queries_of_other_rows_are_refused() -> None:
+    case = PrefillCase()
+
+    def rank(group: Group) -> None:
+        prefill, t = TokenShardedPrefill(case.plan(), group), case.operands()
+        step = prefill.begin(case.lengths, t["row_req"], t["row_len"], t["latent_table"], t["index_table"])
+        caches = (t["latent_cache"], t["index_cache"])
+        prefill.run(step, case.heads_of(group), case.dsa.index_q, case.dsa.index_w, *caches, t["k_scale"])
+
+    with pytest.raises(
+        GroupError, match=r"index_q must have this rank's 48 rows, got 93; index_w must have "
+    ):
+        LoopbackGroup.run(2, rank)
+
+
+def test_a_context_shorter_than_what_a_row_sees_is_refused() -> None:
+    case = PrefillCase()
+    case.contexts = [50, 106, 1, 70]
+    with pytest.raises(GroupError, match=r"row 56 of request 1 sees 107 keys, its context has 106 tokens"):
+        gathered(case, 2)
+
+
+def test_a_block_table_without_a_place_for_a_token_is_refused() -> None:
+    case = PrefillCase()
+    case.contexts = [50, 107, 1, 70, 0, 1]
+    with pytest.raises(
+        GroupError, match=r"gathered context: the block table must hold 6 requests of up to \d+ pages"
+    ):
+        gathered(case, 2)

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from kimi_hal.errors import ContractError
 from kimi_hal.ops.spec import DCP
 from kimi_hal.parallel import ownership
 from kimi_hal.parallel.shards import Shards, padded_rows
@@ -102,3 +105,25 @@ def test_filling_of_a_shard_reaches_nobody() -> None:
     parts = torch.full((2, shards.width, 1), torch.nan)
     parts[shards.rows >= 0] = 1.0
     assert shards.restore(parts).equal(torch.ones(5, 1))
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: Shards.pieces([-3, 5], 2), "a length is at least 0, got -3 in [-3, 5]"),
+        (lambda: Shards.pieces([1.5], 2), "lengths must be whole numbers, got [1.5]"),
+        (lambda: Shards.pieces([5], 0), "world=0 must be at least 1"),
+        (lambda: Shards.interleaved(-1, 2), "a length is at least 0, got -1 in [-1]"),
+        (lambda: Shards.pieces([5], 2).take(torch.ones(4), 0), "x must have at least 5 rows, got [4]"),
+        (lambda: Shards.pieces([5], 2).take(torch.ones(5), -1), "rank=-1 is outside 0 to 1"),
+        (
+            lambda: Shards.pieces([5], 2).restore(torch.ones(3, 3)),
+            "parts must be [2, 3] by rank and row, got [3, 3]",
+        ),
+        (lambda: Shards.pieces([5], 2).restore(torch.ones(2, 3), 4), "rows=4 is less than the shards' 5"),
+    ],
+)
+def test_rows_that_cannot_be_parted_are_refused(call: Any, sentence: str) -> None:
+    with pytest.raises(ContractError) as caught:
+        call()
+    assert str(caught.value) == f"shards: {sentence}"

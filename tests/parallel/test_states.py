@@ -7,6 +7,7 @@ import torch
 from kda_cases import Layer, ids, same_bits
 from torch import Tensor
 
+from kimi_hal.errors import ContractError
 from kimi_hal.ops.kda import KDASpec
 from kimi_hal.parallel.groups import Group, LoopbackGroup
 from kimi_hal.parallel.states import gather_states, part_states
@@ -64,5 +65,11 @@ def test_slots_may_differ_between_ranks_and_padding_is_zero() -> None:
 
 def test_heads_that_cannot_be_parted_are_refused() -> None:
     spec, conv, state = pools("width_channel")
-    with pytest.raises(ValueError, match=r"^8 heads cannot be parted over 3 ranks$"):
+    with pytest.raises(ContractError, match=r"^KDA states: 8 heads cannot be parted over 3 ranks$"):
         part_states(spec, conv, state, 3, 0)
+    with pytest.raises(ContractError, match=r"^KDA states: rank=2 is outside 0 to 1$"):
+        part_states(spec, conv, state, 2, 2)
+    with pytest.raises(
+        ContractError, match=r"^KDA states: conv state must be \[slots, 3, C\] under conv_layout="
+    ):
+        part_states(spec, conv.transpose(1, 2), state, 2, 0)
