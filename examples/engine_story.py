@@ -21,6 +21,8 @@ from kimi_hal.parallel import Group, LoopbackGroup, TorchGroup
 from kimi_hal.parallel.exchange import gather_heads
 
 PROMPTS = (270, 41)
+#: Tokens of a prompt, at most: two of them, computed twice, fit the engine's blocks.
+LONGEST = 1024
 STEPS = 8
 
 
@@ -145,6 +147,8 @@ def over(group: Group, seen: Seen, chunk: int, prompts: Sequence[int]) -> tuple[
 
 def main(arguments: Sequence[str]) -> None:
     """Print the story; under torchrun its last part is over the processes."""
+    if len(arguments) > 2 or not all(text.isdecimal() and 0 < int(text) <= LONGEST for text in arguments):
+        raise SystemExit(f"give up to 2 lengths of prompts, each 1 to {LONGEST} tokens; got {[*arguments]}")
     group, prompts = started(), [*map(int, arguments)] or PROMPTS
     say = print if group is None or group.rank() == 0 else _nothing
     engine = Watched()
