@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import click
 
 #: As ``case.PROFILES``, which is not imported for a command that only prints its help.
 PROFILE_NAMES = ("interp", "quick", "standard", "full")
+
+#: Seconds of a week: what takes longer is no limit.
+LONGEST = 604_800
+
+
+class Seconds(click.FloatRange):
+    """A limit of time: a number above 0, which nan and inf are not."""
+
+    name = "seconds"
+
+    def __init__(self) -> None:
+        super().__init__(min=0, max=LONGEST, min_open=True)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the seconds, or fail with a sentence."""
+        found = super().convert(value, param, ctx)
+        if math.isnan(found):
+            self.fail(f"{found} is not in the range {self._describe_range()}.", param, ctx)
+        return found
 
 
 class AskedError(click.ClickException):

@@ -16,6 +16,7 @@ from kimi_hal_conformance.forms import FormError, problems, results_of
 from kimi_hal_conformance.oracle import Answer, Question, buffers
 from kimi_hal_conformance.poison import Room
 from kimi_hal_conformance.step import metadata
+from kimi_hal_conformance.surroundings import end_copies
 from kimi_hal_conformance.trial import PLAIN, Declared
 
 
@@ -71,6 +72,7 @@ def invoke(stage: Stage, found: Plan, placed: Mapping[str, Any]) -> Called:
     shapes = output_shapes(op, found.spec, found.limits, placed)
     outs = {s.keyword: room.output(s.keyword, tuple(s.shape), s.dtype) for s in shapes} if stage.given else {}
     results = found.run(**placed, **outs, **scratch(stage, found, placed))
+    end_copies()
     stage.subject.hooks.synchronize()
     try:
         results = results_of(results, [shape.keyword for shape in shapes])

@@ -9,13 +9,13 @@ from rich.console import Console
 
 from kimi_hal.errors import KimiHalError
 from kimi_hal.settings import EXECUTIONS
-from kimi_hal_conformance.asked import PROFILE_NAMES, AskedError
+from kimi_hal_conformance.asked import PROFILE_NAMES, AskedError, Seconds
 from kimi_hal_conformance.compiling import command as compiling
 from kimi_hal_conformance.diff import diff
 from kimi_hal_conformance.listing import listing
 from kimi_hal_conformance.mutants.command import prove
 from kimi_hal_conformance.replay import replay
-from kimi_hal_conformance.show import html_option, in_a_folder, show
+from kimi_hal_conformance.show import apart, html_option, in_a_folder, show
 
 
 @click.group()
@@ -43,9 +43,7 @@ def cli() -> None:
 @click.option("--case", "only", multiple=True, metavar="ID", help="This case alone; may be repeated.")
 @click.option("--implementation", default="", metavar="NAME", help="This implementation alone.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the operands.")
-@click.option(
-    "--limit", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="Limit of a case."
-)
+@click.option("--limit", type=Seconds(), metavar="SECONDS", help="Limit of a case.")
 @click.option("--lanes", type=click.IntRange(min=1), metavar="N", help="Processes at once.")
 @click.option(
     "--repeats", type=click.IntRange(min=0), metavar="N", help="Calls beside the first, to compare bits."
@@ -122,6 +120,7 @@ def run(
     from kimi_hal_conformance.schema import INTERRUPTED
 
     compiling.refuse(ctx, compile_only)
+    apart(json=json_path, junitxml=junitxml, html=html, waivers=waivers_path)
     console = Console()
     load()
     try:

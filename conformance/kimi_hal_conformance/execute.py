@@ -18,7 +18,12 @@ from kimi_hal_conformance.promises import NONE, Effort, Kept, kept
 from kimi_hal_conformance.ranks import on_ranks, questions
 from kimi_hal_conformance.scripts import call
 from kimi_hal_conformance.sparse import CannotTryError
+from kimi_hal_conformance.surroundings import Surroundings
 from kimi_hal_conformance.verdict import FAILED, NOT_RUN, PASSED, REFUSED, Measure, Verdict
+
+#: Characters kept of a message, and of a traceback.
+LONGEST, OUTPUT = 2000, 4000
+HEADING = "Traceback (most recent call last):\n"
 
 
 def run_case(case: Case, subject: Subject, seed: int, effort: Effort = NONE) -> Verdict:
@@ -44,7 +49,7 @@ def run_case(case: Case, subject: Subject, seed: int, effort: Effort = NONE) -> 
         refusal = refused(error, subject.implementation)
         status = REFUSED if refusal else FAILED
         problems = list(refusal) or [described(error)]
-        output = "" if refusal else "".join(traceback.format_exception(error))
+        output = "" if refusal else traced(error)
     return Verdict(
         case=case.id,
         operator=case.operator,
@@ -67,9 +72,7 @@ def refused(error: BaseException, implementation: str) -> tuple[str, ...]:
 
     A rank's error stands behind the group's, and that of a composite's part behind the composite's.
     """
-    inmost = error
-    while inmost.__cause__ is not None:
-        inmost = inmost.__cause__
+    inmost = causes(error)[-1]
     if not isinstance(inmost, SelectionError):
         return ()
     backend = implementation.partition(".")[0]
@@ -79,9 +82,39 @@ def refused(error: BaseException, implementation: str) -> tuple[str, ...]:
 
 def described(error: BaseException) -> str:
     """Say what was raised, and by which rank's own error where ranks meet."""
-    text = f"{type(error).__name__}: {error}".rstrip(": ")
-    cause = error.__cause__
-    return f"{text} (from {described(cause)})" if cause and str(cause) not in text else text
+    text = ""
+    for cause in reversed(causes(error)):
+        own = _message(cause)
+        said = f"{type(cause).__name__}: {own}".rstrip(": ")
+        text = f"{said} (from {text})" if text and _message(cause.__cause__) not in said else said
+    return text
+
+
+def causes(error: BaseException) -> list[BaseException]:
+    """Return an exception and what it was raised from, the inmost last; a chain that comes back to itself ends."""
+    found = [error]
+    while (cause := found[-1].__cause__) is not None and all(cause is not e for e in found):
+        found.append(cause)
+    return found
+
+
+def traced(error: BaseException) -> str:
+    """Return the end of the traceback of an exception, whatever its message is."""
+    chain = []
+    for cause in reversed(causes(error)):
+        lines = traceback.format_tb(cause.__traceback__)
+        chain.append("".join((HEADING, *lines, f"{type(cause).__name__}: {_message(cause)}".rstrip(": "))))
+    return "\n\n".join(chain)[-OUTPUT:]
+
+
+def _message(error: BaseException | None) -> str:
+    """Return what an exception says of itself, as far as it can be printed; it may raise when it is asked."""
+    try:
+        text = str(error)
+    except BaseException as other:
+        return f"its own message raised {type(other).__name__}"
+    text = text if len(text) <= LONGEST else f"{text[:LONGEST]} … ({len(text)} characters)"
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def try_case(case: Case, subject: Subject, seed: int) -> tuple[list[str], list[Measure]]:
@@ -90,16 +123,20 @@ def try_case(case: Case, subject: Subject, seed: int) -> tuple[list[str], list[M
     Every rank has run before any asks the oracle: freed memory cannot hold the answer.
     """
     operands = case.make(generator(case, seed))
-    op = ops.get(case.operator)
+    op, before = ops.get(case.operator), Surroundings.now()
     if not case.ranks:
         oracle = oracle_device.place(subject.device)
         question = Question(op, case.spec, case.limits, operands, sparse=case.sparse, oracle=oracle)
-        return judged(question, called(question, subject))
+        done = called(question, subject)
+        changed = before.restored()
+        problems, measures = judged(question, done)
+        return [*changed, *problems], measures
     asked = questions(case, operands)
     calls = on_ranks(asked, lambda q: called(q, subject))
+    changed = before.restored()
     found = on_ranks(asked, lambda q: judged(q, calls[q.group.rank()]))
     problems = [f"rank {rank}: {p}" for rank, (problems, _) in enumerate(found) for p in problems]
-    return problems, [measure for _, measures in found for measure in measures]
+    return [*changed, *problems], [measure for _, measures in found for measure in measures]
 
 
 def called(question: Question, subject: Subject) -> list[Called]:

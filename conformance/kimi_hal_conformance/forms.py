@@ -56,6 +56,9 @@ def problems(
     for shape, result in zip(shapes, results, strict=True):
         if not isinstance(result, Tensor):
             yield f"{shape.keyword} is a {type(result).__name__}, not a tensor"
+        elif type(result) is not Tensor:
+            name = type(result).__name__
+            yield f"{shape.keyword} is of the class {name}, which answers for itself: expected a plain tensor"
         elif shape.keyword in outs:
             if result is not outs[shape.keyword]:
                 yield f"{shape.keyword} was given, but another tensor was returned"
@@ -71,6 +74,12 @@ def _fresh_problems(
     found = (result.dtype, tuple(result.shape), result.device.type)
     if found != wanted:
         yield f"without {shape.keyword}=, it is {_kind(*found)}, expected {_kind(*wanted)}"
+        return
+    if result.layout != torch.strided:
+        yield f"without {shape.keyword}=, its layout is {result.layout}, expected torch.strided"
+        return
+    if result.requires_grad:
+        yield f"without {shape.keyword}=, it requires grad: no gradient is part of the contract"
     for name, tensor in inputs.items():
         if tensor.numel() and result.numel() and storage(tensor) == storage(result):
             yield f"without {shape.keyword}=, it shares memory with {name}"

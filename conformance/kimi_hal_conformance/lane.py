@@ -120,6 +120,8 @@ class Lane:
                 self._batch = pid
                 limit = batch.limit + FIRST_CASE
             elif isinstance(message, Done):
+                if not left or message.verdict.case != left[0]:
+                    continue  # no one asked for it: a copy of the process, made by a kernel, speaks too
                 left.popleft()
                 limit = batch.limit
                 found = message.verdict

@@ -43,6 +43,7 @@ class Room:
         self.sparse = sparse or {}
         self.far: dict[str, Placed] = {}
         self.buffers: dict[str, Tensor] = {}
+        self.kinds: dict[str, tuple[object, ...]] = {}
         self.originals: dict[str, Tensor] = {}
 
     def operand(self, name: str, value: Any) -> Any:
@@ -53,7 +54,7 @@ class Room:
             return value
         value = self._named(name, value)
         placed = self._place_far(name, value) if name in self.sparse else self._place(value)
-        self.buffers[name] = placed
+        self._keep(name, placed)
         self.originals[name] = value.clone()
         return placed
 
@@ -62,14 +63,12 @@ class Room:
         if name in self.sparse:
             return self._output_far(name, shape, dtype)
         buffer: Tensor = self.device.empty(shape, dtype, guard=GUARD)
-        self.buffers[name] = buffer
-        return poison(buffer)
+        return poison(self._keep(name, buffer))
 
     def scratch(self, name: str, size: int) -> Tensor:
         """Return bytes for workspace, step metadata or records, full of NaN, between canaries."""
         buffer: Tensor = self.device.empty((size,), "uint8", guard=GUARD)
-        self.buffers[name] = buffer.fill_(FILL)
-        return buffer
+        return self._keep(name, buffer.fill_(FILL))
 
     def refill(self, name: str, value: Any) -> None:
         """Put other data where an operand of the same form is, and remember its bytes instead.
@@ -92,6 +91,11 @@ class Room:
         far = next((f for name, f in self.far.items() if self.buffers[name] is tensor), None)
         return far.existing(tensor) if far else tensor
 
+    def _keep(self, name: str, buffer: Tensor) -> Tensor:
+        """Remember a buffer, and where it is: a call may exchange the memory of a tensor that stays the same."""
+        self.buffers[name], self.kinds[name] = buffer, kind(buffer)
+        return buffer
+
     def _named(self, name: str, value: Tensor) -> Tensor:
         """Return an operand that names rows of a sparse one with the numbers that they have there."""
         naming = (sparse for sparse in self.sparse.values() if name in sparse.ids)
@@ -101,8 +105,7 @@ class Room:
     def _far(self, name: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> Tensor:
         """Return a buffer of which little exists."""
         self.far[name] = Placed(self.sparse[name], shape, strides, dtype)
-        self.buffers[name] = self.far[name].allocate(self.device)
-        return self.buffers[name]
+        return self._keep(name, self.far[name].allocate(self.device))
 
     def _place_far(self, name: str, value: Tensor) -> Tensor:
         """Put each row of an operand where it stands in a far larger buffer."""
@@ -144,13 +147,23 @@ class Room:
     def problems(self, mutated: tuple[str, ...]) -> Iterator[str]:
         """Yield every canary that changed and every operand that the contract does not let a call change."""
         for name, buffer in self.buffers.items():
+            if kind(buffer) != self.kinds[name]:
+                yield f"{name} was given other memory or another form: a call writes where its caller's buffer is"
+                continue
             far = self.far.get(name)
             if not (far.intact() if far else _canaries_intact(buffer)):
                 yield f"memory around {name} was written"
         for name, original in self.originals.items():
             base = name.partition("[")[0]
+            if kind(self.buffers[name]) != self.kinds[name]:
+                continue
             if base not in mutated and not same_bits(self.as_given(self.buffers[name]).cpu(), original.cpu()):
                 yield f"{name} was modified"
+
+
+def kind(buffer: Tensor) -> tuple[object, ...]:
+    """Return what a call must leave of a tensor that it is given: its class, memory and form."""
+    return type(buffer), buffer.data_ptr(), buffer.shape, buffer.stride(), buffer.dtype, buffer.requires_grad
 
 
 def poison(buffer: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from kimi_hal.errors import KimiHalError, nearest
 from kimi_hal.settings import EXECUTIONS
-from kimi_hal_conformance.asked import AskedError
+from kimi_hal_conformance.asked import AskedError, Seconds
 from kimi_hal_conformance.show import stored
 
 if TYPE_CHECKING:
@@ -40,9 +40,7 @@ class Given:
 @click.option("--implementation", metavar="NAME", help="This implementation alone.")
 @click.option("--seed", type=int, help="Seed of the operands; default 0.")
 @click.option("--repeats", type=click.IntRange(min=0), metavar="N", help="Calls beside the first; default 1.")
-@click.option(
-    "--limit", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="Limit of the case."
-)
+@click.option("--limit", type=Seconds(), metavar="SECONDS", help="Limit of the case.")
 @click.option(
     "--report",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),

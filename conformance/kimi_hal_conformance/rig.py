@@ -22,6 +22,7 @@ from kimi_hal_conformance.forms import FormError, problems, results_of
 from kimi_hal_conformance.oracle import Answer, Question, buffers
 from kimi_hal_conformance.poison import FILL, GUARD, Room, poison
 from kimi_hal_conformance.step import metadata
+from kimi_hal_conformance.surroundings import end_copies
 
 #: The output of the test entry of a fused selection.
 SCORES = "all_scores_out"
@@ -75,6 +76,7 @@ class Rig:
     def launch(self) -> None:
         """Make the call, and note what is wrong with the kind of its results."""
         results = self.ready.plan.run(**self.ready.placed, **self.outs, **self.scratch)
+        end_copies()
         try:
             results = results_of(results, [shape.keyword for shape in self.shapes])
         except FormError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,32 @@ def in_a_folder(ctx: click.Context, param: click.Parameter, path: Path | None) -
     """Refuse a file that could not be written: not after minutes of running."""
     if path is not None and not path.absolute().parent.is_dir():
         raise click.UsageError(f"cannot write {path}: there is no folder {path.parent}", ctx)
+    if path is not None and (
+        path.is_file() or not path.exists()
+    ):  # a pipe is written when there is something
+        new = not path.exists()
+        try:
+            path.open("ab").close()
+            if new:
+                path.resolve().unlink()
+        except OSError as error:
+            raise click.UsageError(f"cannot write {path}: {error.strerror}", ctx) from None
     return path
+
+
+def apart(**paths: Path | None) -> None:
+    """Refuse a file that is named for two purposes, of which one would be written over the other.
+
+    Raises:
+        click.UsageError: names both options.
+    """
+    taken: dict[Path, str] = {}
+    for option, path in paths.items():
+        if path is None or (path.exists() and not path.is_file()):
+            continue
+        other = taken.setdefault(Path(os.path.realpath(path)), option)
+        if other != option:
+            raise click.UsageError(f"--{other} and --{option} are one file, {path}: name two")
 
 
 html_option = click.option(

@@ -13,6 +13,7 @@ import math
 import os
 import signal
 import sys
+import traceback
 from typing import NoReturn
 
 import msgspec
@@ -28,12 +29,14 @@ from kimi_hal_conformance.cases import load
 from kimi_hal_conformance.claims.bypass import claim_everything
 from kimi_hal_conformance.claims.made import case
 from kimi_hal_conformance.execute import described, run_case
+from kimi_hal_conformance.integrity import Integrity
 from kimi_hal_conformance.levels import SPEED
 from kimi_hal_conformance.messages import SHRINKING, Batch, Done, Ended, Shrunk, Started, Timed, send
 from kimi_hal_conformance.promises import Effort
 from kimi_hal_conformance.shrink import described as operands_of
 from kimi_hal_conformance.shrink import smallest
 from kimi_hal_conformance.speed.timing import UntimedError, timed
+from kimi_hal_conformance.surroundings import Surroundings, own
 from kimi_hal_conformance.verdict import FAILED, PASSED, Verdict
 
 #: Relations that only a case of several rows or sequences has: such a case shows what relations can.
@@ -47,18 +50,22 @@ def main() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a pool of threads does not survive a fork: the first parallel loop would hang
     load()
+    judge = Integrity.now()  # before any plugin is imported
     answers = int(sys.argv[1])
     for line in sys.stdin.buffer:
         batch = msgspec.json.decode(line, type=Batch)
         pid = os.fork()
         if not pid:
             torch.set_num_threads(threads)
-            _serve(batch, answers)
+            _serve(batch, answers, judge)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # its number is still its own
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)  # what a kernel started and left
         _, status = os.waitpid(pid, 0)
         send(answers, Ended(code=os.waitstatus_to_exitcode(status)))
 
 
-def _serve(batch: Batch, answers: int) -> NoReturn:
+def _serve(batch: Batch, answers: int, judge: Integrity) -> NoReturn:
     """Run a batch in this fork, and end it without the clean-up of the process that it is a copy of."""
     status = 1
     try:
@@ -66,22 +73,30 @@ def _serve(batch: Batch, answers: int) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         faulthandler.enable()
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        run(batch, answers)
+        own()
+        run(batch, answers, judge)
         status = 0
+    except BaseException:
+        traceback.print_exc()
     finally:
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+            with contextlib.suppress(Exception):  # a kernel may have closed it
+                stream.flush()
         os._exit(status)
 
 
-def run(batch: Batch, answers: int) -> None:
+def run(batch: Batch, answers: int, judge: Integrity) -> None:
     """Run the cases of a batch, sending each verdict when it is there."""
     cases.MADE.update({made.id: case(made) for made in batch.made})
+    before = Surroundings.now()
     try:
         hooks: DeviceHooks = resolve(batch.hooks)()
         versions = dict(hooks.versions())
     except Exception as error:
         _say_all(batch, answers, f"the device hooks {batch.hooks} raised {described(error)}")
+        return
+    if changed := before.restored(f"making the device hooks {batch.hooks}"):
+        _say_all(batch, answers, "; ".join(changed))
         return
     send(answers, Started(pid=os.getpid(), versions=versions))
     subject = Subject(batch.implementation, batch.device, hooks)
@@ -97,6 +112,8 @@ def run(batch: Batch, answers: int) -> None:
             min(batch.repeats, 1) if claimed else batch.repeats, relations=left > 0 and not claimed
         )
         verdict = run_case(cases.get(case_id), subject, batch.seed, effort)
+        if tampered := judge.problems():
+            verdict = msgspec.structs.replace(verdict, status=FAILED, problems=tuple(tampered))
         left -= bool(APART & {*verdict.promises})
         first, waiting = waiting and verdict.status == PASSED, waiting and verdict.status != PASSED
         if first and batch.untimed:

@@ -11,6 +11,7 @@ import msgspec
 from rich.console import Console
 
 from kimi_hal.errors import KimiHalError
+from kimi_hal_conformance.show import in_a_folder
 
 if TYPE_CHECKING:
     from kimi_hal_conformance.prove import Killed, Proof
@@ -25,7 +26,13 @@ if TYPE_CHECKING:
 )
 @click.option("--seed", default=0, show_default=True, help="Seed of the operands.")
 @click.option("--lanes", type=click.IntRange(min=1), metavar="N", help="Processes at once.")
-@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write JSON here.")
+@click.option(
+    "--json",
+    "json_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    callback=in_a_folder,
+    help="Write JSON here.",
+)
 @click.pass_context
 def prove(
     ctx: click.Context,
@@ -48,9 +55,6 @@ def prove(
         for found in catalogue.load().values():
             click.echo(f"{found.id}: {found.breaks} ({found.imitates})")
         return
-    if json_path and not json_path.absolute().parent.is_dir():  # not after minutes of running
-        click.echo(f"Error: cannot write {json_path}: there is no folder {json_path.parent}", err=True)
-        ctx.exit(2)
     console = Console()
     done = 0
 
