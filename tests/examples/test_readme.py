@@ -50,6 +50,15 @@ def test_the_support_matrix_is_that_of_the_capability_tables() -> None:
         assert cell == found, f"README's cell of {operator}, {backend} is {cell}, the table has {found}"
 
 
+def test_the_page_names_every_target_that_a_backend_gives() -> None:
+    section = (ROOT / "docs" / "conformance.md").read_text().split("## Compile-only")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (\w+) \| (`.*?`) \|", section, re.MULTILINE)
+    told = {backend: re.findall(r"`(.*?)`", cell) for backend, cell in rows}
+    registry = load(Settings(), strict=False)
+    found = {name: [t.name for t in b.backend.targets] for name, b in registry.backends.items()}
+    assert told == {name: targets for name, targets in found.items() if targets}
+
+
 def test_every_figure_file_that_the_readme_names_is_kept() -> None:
     for name in re.findall(r"`(\w+\.json)`", (ROOT / "README.md").read_text()):
         assert (ROOT / "benchmarks" / "results" / name).is_file(), name
