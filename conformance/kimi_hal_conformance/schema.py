@@ -242,6 +242,8 @@ def read(text: bytes) -> Report:
         data = msgspec.json.decode(text)
     except msgspec.DecodeError as error:
         raise ValueError(f"this is no report: {error}") from None
+    except RecursionError:
+        raise ValueError("this is no report: it is nested without end") from None
     version = _version(data)
     if version is None:
         raise ValueError("this is no report: it has no schema")

@@ -43,11 +43,13 @@ def read(path: Path) -> tuple[Waiver, ...]:
         UnknownNameError: the suite has no such case.
     """
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise WaiverError(f"cannot read {path}: {error.strerror}") from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise WaiverError(f"{path} is no TOML: {error}") from None
+    except RecursionError:
+        raise WaiverError(f"{path} is no TOML: it is nested without end") from None
     _known(data, (TABLE,), str(path), "table")
     tables = data.get(TABLE, [])
     if not isinstance(tables, list):

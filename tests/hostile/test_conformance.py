@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from conformance_runs import once
 from plugin_package import installed, write
 
-from kimi_hal_conformance import suite
+from kimi_hal_conformance import schema, suite, waivers
 from kimi_hal_conformance.cli import cli
 from kimi_hal_conformance.schema import Report
 from kimi_hal_conformance.verdict import CRASHED, FAILED, PASSED, Verdict
@@ -323,3 +323,18 @@ def test_one_file_for_two_purposes_is_refused(tmp_path: Path) -> None:
     said = f"Error: --json and --html are one file, {tmp_path / 'link'}: name two"
     assert asked("--json", str(tmp_path / "report"), "--html", str(tmp_path / "link")) == (2, said)
     assert not (tmp_path / "report").exists()
+
+
+def test_files_that_are_nested_without_end_are_a_sentence(tmp_path: Path) -> None:
+    deep = tmp_path / "deep"
+    deep.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="^this is no report: it is nested without end$"):
+        schema.read(deep.read_bytes())
+    deep.write_text(f"waiver = {'[' * 100_000}")
+    with pytest.raises(waivers.WaiverError, match="deep is no TOML: it is nested without end$"):
+        waivers.read(deep)
+
+
+def test_waivers_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "w.toml").write_bytes(b"\xef\xbb\xbfwaiver = []\r\n")
+    assert waivers.read(tmp_path / "w.toml") == ()
