@@ -328,10 +328,10 @@ def test_one_file_for_two_purposes_is_refused(tmp_path: Path) -> None:
 def test_files_that_are_nested_without_end_are_a_sentence(tmp_path: Path) -> None:
     deep = tmp_path / "deep"
     deep.write_text("[" * 100_000)
-    with pytest.raises(ValueError, match="^this is no report: it is nested without end$"):
+    with pytest.raises(ValueError, match=r"^this is no report: it is nested without end$"):
         schema.read(deep.read_bytes())
     deep.write_text(f"waiver = {'[' * 100_000}")
-    with pytest.raises(waivers.WaiverError, match="deep is no TOML: it is nested without end$"):
+    with pytest.raises(waivers.WaiverError, match=r"deep is no TOML: it is nested without end$"):
         waivers.read(deep)
 
 
