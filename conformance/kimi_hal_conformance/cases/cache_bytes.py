@@ -17,6 +17,7 @@ from kimi_hal_conformance.cases.sparse_mla import scale_for
 from kimi_hal_conformance.draws import column, hard_values, ints, normal, stale_pages
 
 LIMITS = Limits(max_rows=64, max_reqs=16, max_context=1024)
+DIVIDED = "latent.fp8.e4m3fn.tensor"
 NON_FINITE = (math.nan, -math.nan, math.inf, -math.inf)
 #: Slots of a cache of 128: padding of every kind, the first slot, one behind the last, one far behind it.
 SLOTS = (3, -1, 0, -2, 127, 128, 1 << 40, -(1 << 62), 64)
@@ -104,6 +105,46 @@ def queries() -> Iterator[Case]:
             make = hard_queries(spec)
             if not turned:  # a turned query differs by the order of its sums, and so may its last code
                 yield Case(case, "quantize_index_query", spec, LIMITS, make, since=INTERP, fault=20)
+        plain = IndexQuerySpec(index=name, num_heads=4)
+        case, make = f"quantize_index_query/edges/non-finite/{name}", marked_queries(plain)
+        yield Case(case, "quantize_index_query", plain, LIMITS, make, since=INTERP, fault=22)
+
+
+def marked_queries(spec: IndexQuerySpec) -> Make:
+    """Return rows of which four heads hold one NaN or infinity each."""
+
+    def make(g: torch.Generator) -> Operands:
+        q = with_marks(normal(g, 2 * spec.num_heads, 128)).view(2, spec.num_heads, 128)
+        return {"q": q.bfloat16(), "weights": normal(g, 2, spec.num_heads)}
+
+    return make
+
+
+def quotients(g: torch.Generator) -> Operands:
+    """Return latents that a division by their scale puts half way between two codes, and their neighbours.
+
+    The product with the scale's reciprocal lies on another side for every third of them.
+    """
+    scale = torch.tensor(0.0620625)
+    half = (torch.arange(8) + 8.5) / 8 * 2.0 ** torch.arange(-2, 6)[:, None]
+    halves = half.flatten() * scale
+    below, above = halves.nextafter(torch.tensor(0.0)), halves.nextafter(torch.tensor(100.0))
+    values = torch.stack([below, halves, above]).repeat(1, 9)
+    slots = torch.arange(3) * 7
+    cache = stale_pages(1, 64 * formats.latent(DIVIDED).row_bytes, stride_pad=32)
+    return {
+        "kv_c": values[:, :512],
+        "k_pe": values[:, 512:],
+        "slots": slots,
+        "cache": cache,
+        "k_scale": scale[None],
+    }
+
+
+def divided() -> Iterator[Case]:
+    """A latent with one scale, which is no power of two."""
+    case, spec = f"store_latent/edges/quotients/{DIVIDED}", StoreLatentSpec(latent=DIVIDED)
+    yield Case(case, "store_latent", spec, LIMITS, quotients, since=INTERP, fault=20)
 
 
 # --- every code, read -----------------------------------------------------------------------------------
@@ -188,6 +229,8 @@ WHY = {
     "store_index_keys/edges/slots": "Slots of −1, −2 and behind the cache write nothing; slot 0 is ordinary.",
     "store_latent/edges/non-finite": "One NaN or infinity in a latent: one code, or its block's scale.",
     "store_latent/edges/slots": "Slots of −1, −2 and behind the cache write nothing; slot 0 is ordinary.",
+    "store_latent/edges/quotients": "Quotients half way between two codes: a reciprocal puts them elsewhere.",
+    "quantize_index_query/edges/non-finite": "One NaN or infinity in a head: its own code, and its own head's scale.",
     "quantize_index_query/edges/values": "Zeros, subnormals, the largest numbers, halves, tiny blocks.",
     "indexer_logits/edges/every-code": "Every finite element code of the format, read one by one.",
     "sparse_mla/edges/every-code": "Every finite element code of the format, each key read alone.",
@@ -196,4 +239,5 @@ WHY = {
 add(index_stores(), WHY)
 add(latent_stores(), WHY)
 add(queries(), WHY)
+add(divided(), WHY)
 add(readers(), WHY)

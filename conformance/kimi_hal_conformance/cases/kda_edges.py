@@ -9,7 +9,14 @@ import torch
 from kimi_hal.ops.kda import KDASpec
 from kimi_hal.ops.spec import Limits
 from kimi_hal_conformance.case import INTERP, Case, Make, Operands, add
-from kimi_hal_conformance.cases.kda import commit_operands, decode_operands, gate_parameters, prefill_operands
+from kimi_hal_conformance.cases.kda import (
+    checkpointed,
+    commit_operands,
+    decode_operands,
+    gate_parameters,
+    prefill_operands,
+    verify_operands,
+)
 from kimi_hal_conformance.draws import ints, normal
 
 LIMITS = Limits(max_rows=256, max_reqs=16, rows_per_req=8, uniform=False)
@@ -39,6 +46,20 @@ def small_rows(make: Make) -> Make:
             rows = operands[name].shape[0]
             factor = size.repeat(-(-rows // 4))[:rows, None, None]
             operands[name] = (operands[name] * factor).to(BF16)
+        return operands
+
+    return wrapped
+
+
+def more_rows(make: Make, rows: int) -> Make:
+    """Return the operands with so many rows behind the last sequence; they hold ordinary numbers."""
+
+    def wrapped(g: torch.Generator) -> Operands:
+        operands = dict(make(g))
+        for name in ("x", "raw_g", "raw_beta"):
+            given = operands[name]
+            tail = normal(g, rows, *given.shape[1:], dtype=given.dtype)
+            operands[name] = torch.cat([given, tail])
         return operands
 
     return wrapped
@@ -87,6 +108,10 @@ def cases() -> Iterator[Case]:
     for label, (commit, make) in commits.items():
         name = f"kda_commit/edges/{label}"
         yield Case(name, "kda_commit", commit, LIMITS, make, since=INTERP, fault=10)
+    missed = checkpointed(prefill_operands(kept, (5, 20, 33)), (16, 0, 48))
+    yield Case("kda_prefill/edges/checkpoints", "kda_prefill", kept, LIMITS, missed, since=INTERP, fault=10)
+    behind = more_rows(verify_operands(plain, (4, 2, 1), LIMITS), 3)
+    yield Case("kda_verify/edges/rows-behind", "kda_verify", plain, LIMITS, behind, since=INTERP, fault=3)
     chunks = prefill_operands(spec, (66, 1, 64, 2))
     yield Case("kda_prefill/edges/around-a-chunk", "kda_prefill", spec, LIMITS, chunks, fault=9)
 
@@ -96,6 +121,8 @@ WHY = {
     "kda_decode/edges/small-norm": "Rows so small that the norm's epsilon decides.",
     "kda_prefill/edges/small-norm": "Rows so small that the norm's epsilon decides.",
     "kda_prefill/edges/around-a-chunk": "Sequences that end two rows behind a chunk, on it, and after one row.",
+    "kda_prefill/edges/checkpoints": "A fresh sequence's state at 0 rows is zero; one beyond the end is not stored.",
+    "kda_verify/edges/rows-behind": "Rows behind the last sequence give zeros, whatever they hold.",
     "kda_commit/edges/": "Results and checkpoints that go to other slots, or nowhere, in one layer and in two.",
 }
 

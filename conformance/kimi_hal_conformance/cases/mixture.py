@@ -207,12 +207,30 @@ def every_code(spec: MoESpec, scales: Sequence[int]) -> Make:
     return make
 
 
+def long_sum(spec: MoESpec) -> Make:
+    """Return rows that want all of equal experts: one term and many of 2^-9 of it, which bfloat16 cannot add to it."""
+
+    def make(g: torch.Generator) -> Operands:
+        one = checkpoint(g, replace(spec, num_local=1))
+        weights = Checkpoint({name: tensor.repeat(spec.num_local, 1, 1) for name, tensor in one.items()})
+        given = routed(g, spec, [list(range(spec.topk))] * 2, weights)
+        given["topk_weights"].fill_(2.0**-9)
+        given["topk_weights"][0, 0] = given["topk_weights"][1, -1] = (
+            1.0  # whoever adds from an end meets it first
+        )
+        return given
+
+    return make
+
+
 def expert_cases() -> Iterator[Case]:
     """Classes 9, 14, 16, 17, 18, 20, 21 on ``moe_experts`` and ``prepare_moe_weights``."""
     four = replace(BASE, num_experts=4, num_local=4)
     for sizes in ((3, 0, 0, 5), (0, 8, 0, 0), (0, 0, 0, 0), (1, 1, 1, 1), (0, 0, 0, 17)):
         yield experts(f"sizes-{'-'.join(map(str, sizes))}", four, sized(four, sizes), 16)
     yield experts("weights-not-read", BASE, unread_weights(BASE), 18)
+    often = replace(BASE, num_experts=64, num_local=64, topk=64, hidden=32, intermediate=32)
+    yield experts("sum-of-64", often, long_sum(often), 9)
     wide = MoESpec(num_experts=3, num_local=3, topk=3, hidden=4096, intermediate=32)
     yield experts("scale-of-each-group", wide, grouped_scales(wide), 21, QUICK)
     small = replace(wide, hidden=160, intermediate=160)
@@ -310,6 +328,7 @@ WHY = {
     "moe_route/edges/e": "Few experts, all of them chosen, odd numbers.",
     "moe_route/edges/all-scores-0": "Scores of 0 with an epsilon in the denominator: weights of 0, no NaN.",
     "moe_experts/edges/sizes": "Experts without a row, first, last, all.",
+    "moe_experts/edges/sum-of-64": "One term and 63 of 2^-9 of it: a sum in bfloat16 stays at the first.",
     "moe_experts/edges/weights-not-read": "Routes that count nothing have weights of NaN; an expert is named twice.",
     "moe_experts/edges/scale-of-each-group": "Another scale in every group of columns, one-hot rows.",
     "moe_experts/edges/every-code": "Every code under many scale codes, read one by one.",

@@ -256,6 +256,25 @@ def broken(count: int) -> Rows:
     return rows
 
 
+def a_hair_apart(spec: IndexerTopKSpec) -> Make:
+    """Return keys whose scores are 127 and between nothing and 2^-9 more: one float32 number after another."""
+
+    def keys(g: torch.Generator) -> Tensor:
+        own = torch.ones(64, 128)
+        own[:, 0] = torch.ldexp(torch.randperm(64, generator=g).float(), torch.tensor(-17))
+        return own
+
+    def make(g: torch.Generator) -> Operands:
+        operands = dict(keyed(spec, keys, (64, 63, 40))(g))
+        ones = torch.ones(3, spec.num_heads, 128)
+        return operands | {
+            "q": formats.index(spec.index).encode_query(ones)[0],
+            "weights": torch.full((3, spec.num_heads), 1 / (spec.num_heads * 256)),
+        }
+
+    return make
+
+
 def fused() -> Iterator[Case]:
     """Classes 5, 7, 10 of padding, 17, 19 on ``indexer_topk``."""
     spec = IndexerTopKSpec(index=FP8, num_heads=8, topk=16, return_selected=True, ordered=True)
@@ -266,6 +285,8 @@ def fused() -> Iterator[Case]:
     yield fuse("a-key-is-nan", spec, keyed(spec, broken(80), (17, 16, 80, 10)), 19)
     slots = IndexerTopKSpec(index=FP8, num_heads=8, topk=16, emit="slot")
     yield fuse("slots-of-short-rows", slots, keyed(slots, alike(70), (0, 1, 15, 70, -7)), 7)
+    single = IndexerTopKSpec(index=FP8, num_heads=8, topk=16, ordered=True)
+    yield fuse("a-hair-apart", single, a_hair_apart(single), 5)
     many = IndexerTopKSpec(index=FP8, num_heads=3, topk=5)
     drafts = [max(0, 130 - row) for row in range(70)]
     yield fuse("rows-70", many, keyed(many, lambda g: normal(g, 130, 128), drafts), 17, QUICK)
@@ -303,6 +324,7 @@ WHY = {
     "indexer_topk/edges/scores-of-exactly-0": "Most scores are exactly 0, as in real text: ties at the cut.",
     "indexer_topk/edges/a-key-is-nan": "A key that is NaN ranks below all others and is selected only where all are.",
     "indexer_topk/edges/slots-of-short-rows": "Slots of rows with fewer keys than k: −1 behind them.",
+    "indexer_topk/edges/a-hair-apart": "Scores that differ in their last bits alone, which a radix selection must see.",
     "indexer_topk/edges/rows-70": "More rows than a block has, each one key shorter than the one before.",
     "indexer_topk/edges/lengths-around-2048": "The model's k with one key fewer, as many, one more, and none.",
 }

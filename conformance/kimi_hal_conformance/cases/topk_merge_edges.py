@@ -82,6 +82,30 @@ def one_rank_wins(spec: TopKMergeSpec) -> Make:
     return make
 
 
+def one_more_than_sent(spec: TopKMergeSpec) -> Make:
+    """Return rows of which one rank holds all that it sends, one more and two more, and all of them win."""
+
+    def make(g: torch.Generator) -> Operands:
+        held = [spec.candidates, spec.candidates + 1, spec.candidates + 2]
+        ranks = []
+        for rank in range(spec.dcp.world):
+            scores = torch.stack([torch.randperm(K, generator=g) for _ in held]).float()
+            indices = torch.stack([_first(g, n) for n in held])
+            scores += 100.0 * (rank == spec.dcp.world - 1)
+            lengths = ints([n * spec.dcp.world for n in held])
+            ranks.append(
+                {"scores": scores.to(getattr(torch, spec.score)), "indices": indices, "row_len": lengths}
+            )
+        return {"ranks": ranks}
+
+    return make
+
+
+def _first(g: torch.Generator, keys: int) -> Tensor:
+    """Return the positions below ``keys`` in any order, then −1."""
+    return ints([*torch.randperm(keys, generator=g).tolist(), *[-1] * (K - keys)])
+
+
 def stale(spec: TopKMergeSpec) -> Make:
     """Return rows whose entries behind their own candidates are stale, and would win."""
 
@@ -119,6 +143,8 @@ def cases() -> Iterator[Case]:
             yield case(f"{protocol}/far/{name}", spec, far(spec, lengths), fault=8)
             yield case(f"{protocol}/one-rank-wins/{name}", spec, one_rank_wins(spec), fault=6)
             yield case(f"{protocol}/stale-entries/{name}", spec, stale(spec), fault=4)
+    quota = merge(2, "compact")
+    yield case("compact/one-more-than-sent", quota, one_more_than_sent(quota), fault=6)
 
 
 def case(label: str, spec: TopKMergeSpec, make: Make, fault: int) -> Case:
@@ -141,6 +167,7 @@ WHY = {
     "topk_merge/edges/scores_only/far": "Positions at the borders of 16 and of 25 bits.",
     "topk_merge/edges/full/one-rank-wins": "One rank has all winners, all but one, and one.",
     "topk_merge/edges/compact/one-rank-wins": "One rank has more winners than its quota: the row is sent again.",
+    "topk_merge/edges/compact/one-more-than-sent": "A rank holds one winner more than it sends, and no more.",
     "topk_merge/edges/scores_only/one-rank-wins": "One rank has all winners, all but one, and one.",
     "topk_merge/edges/full/stale-entries": "Entries without an index that would win by their score.",
     "topk_merge/edges/compact/stale-entries": "Entries without an index that would win by their score.",
