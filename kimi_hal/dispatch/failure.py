@@ -14,6 +14,8 @@ from kimi_hal.log import log
 
 T = TypeVar("T")
 
+#: Problems of a plugin that are named one by one.
+SAID = 20
 #: What was said already.
 _WARNED: set[str] = set()
 
@@ -63,10 +65,11 @@ def attempt(plugin: str, what: str, call: Callable[[], T]) -> T:
 
 
 def require(plugin: str, problems: Iterable[str], breach: bool = False) -> None:
-    """Break off with every problem of a plugin, if there is one."""
+    """Break off with the problems of a plugin, if there is one; of very many the first are named."""
     found = attempt(plugin, "checking it", lambda: list(problems))
     if found:
-        raise BrokenError(Failure(plugin, "; ".join(found), breach=breach))
+        more = [f"and {len(found) - SAID} more"] if len(found) > SAID else []
+        raise BrokenError(Failure(plugin, "; ".join([*found[:SAID], *more]), breach=breach))
 
 
 def warn(failure: Failure) -> None:

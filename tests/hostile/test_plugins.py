@@ -93,3 +93,9 @@ def test_memory_that_no_device_has_is_a_sentence(plugins, kernels):
 def test_a_domain_in_which_nothing_can_be_found_is_a_sentence(plugins, domain, said):
     plugins.add("acme", implementation(capabilities=(capability(spec={"topk": domain}),)), torch_device="cpu")
     assert refused() == f"plugin 'acme': sparse_mla.fast: capabilities[0]: spec['topk']: {said}"
+
+
+def test_of_very_many_problems_the_first_are_named(plugins):
+    many = capability(spec={"num_heads": OneOf(tuple(range(129, 10_129)))})
+    plugins.add("acme", implementation(capabilities=(many,)), torch_device="cpu")
+    assert refused().endswith("spec['num_heads']: 148 is not 1 to 128; and 9980 more")
