@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kimi_hal.dispatch.contract import Properties
 from kimi_hal.dispatch.hookspecs import DeviceHooks
 from kimi_hal.dispatch.plan import Plan, plan
 from kimi_hal.ops.operator import output_shapes
@@ -48,12 +49,13 @@ class Called:
     """What came out of one call: the answer on the CPU, and what was wrong beside the values.
 
     ``answer`` is ``None`` where the results are not of the kind that can be compared. ``declared`` is what the
-    plan that answered declares of them.
+    plan that answered declares of them, ``promised`` what that of the operator on trial promises.
     """
 
     answer: Answer | None
     problems: tuple[str, ...]
     declared: Declared = PLAIN
+    promised: Properties = field(default_factory=Properties)
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def invoke(stage: Stage, found: Plan, placed: Mapping[str, Any]) -> Called:
         return Called(None, wrong)
     named = dict(zip((s.keyword for s in shapes), results, strict=True))
     mutated = {n: stage.room.as_given(t) for n, t in buffers(op.mutated, placed).items()}
-    return Called(Answer(_on_host(named), _on_host(mutated)), (), declared(found))
+    return Called(Answer(_on_host(named), _on_host(mutated)), (), declared(found), found.properties)
 
 
 def declared(found: Plan) -> Declared:

@@ -10,12 +10,13 @@ from kimi_hal import ops
 from kimi_hal.errors import SelectionError
 from kimi_hal_conformance import oracle_device
 from kimi_hal_conformance.calls import Called, Subject
-from kimi_hal_conformance.case import Case, generator
+from kimi_hal_conformance.case import Case, drawn
 from kimi_hal_conformance.judging import judged
 from kimi_hal_conformance.levels import of
 from kimi_hal_conformance.oracle import Question
 from kimi_hal_conformance.promises import NONE, Effort, Kept, kept
 from kimi_hal_conformance.ranks import on_ranks, questions
+from kimi_hal_conformance.rig import OnePlan
 from kimi_hal_conformance.scripts import call
 from kimi_hal_conformance.sparse import CannotTryError
 from kimi_hal_conformance.surroundings import Surroundings
@@ -35,9 +36,9 @@ def run_case(case: Case, subject: Subject, seed: int, effort: Effort = NONE) -> 
     measures: Sequence[Measure] = ()
     output, level, promises = "", of(case), Kept()
     try:
-        problems, measures = try_case(case, subject, seed)
+        problems, measures, last = try_case(case, subject, seed)
         if not problems:
-            promises = kept(case, subject, seed, effort)
+            promises = kept(case, subject, seed, effort, last)
             problems = list(promises.problems)
             level = promises.level or level
         status = FAILED if problems else PASSED
@@ -117,12 +118,12 @@ def _message(error: BaseException | None) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
-def try_case(case: Case, subject: Subject, seed: int) -> tuple[list[str], list[Measure]]:
-    """Return the problems and measures of a case on one rank, or on each rank of a loopback group.
+def try_case(case: Case, subject: Subject, seed: int) -> tuple[list[str], list[Measure], list[Called]]:
+    """Return the problems, measures and last call of a case on one rank, or on each rank of a loopback group.
 
     Every rank has run before any asks the oracle: freed memory cannot hold the answer.
     """
-    operands = case.make(generator(case, seed))
+    operands = drawn(case, seed)
     op, before = ops.get(case.operator), Surroundings.now()
     if not case.ranks:
         oracle = oracle_device.place(subject.device)
@@ -130,16 +131,17 @@ def try_case(case: Case, subject: Subject, seed: int) -> tuple[list[str], list[M
         done = called(question, subject)
         changed = before.restored()
         problems, measures = judged(question, done)
-        return [*changed, *problems], measures
+        return [*changed, *problems], measures, done[-1:]
     asked = questions(case, operands)
     calls = on_ranks(asked, lambda q: called(q, subject))
     changed = before.restored()
     found = on_ranks(asked, lambda q: judged(q, calls[q.group.rank()]))
     problems = [f"rank {rank}: {p}" for rank, (problems, _) in enumerate(found) for p in problems]
-    return [*changed, *problems], [measure for _, measures in found for measure in measures]
+    measures = [measure for _, own in found for measure in own]
+    return [*changed, *problems], measures, [done[-1] for done in calls]
 
 
 def called(question: Question, subject: Subject) -> list[Called]:
-    """Call into given buffers and, where there are outputs, without."""
-    ways = (True, False) if question.op.outs or question.op.listed else (True,)
-    return [call(question, subject, given) for given in ways]
+    """Call into given buffers and, where there are outputs, without, by one plan."""
+    ways, one = (True, False) if question.op.outs or question.op.listed else (True,), OnePlan.of(subject)
+    return [call(question, one, given) for given in ways]

@@ -20,16 +20,19 @@ JUDGES = ("kimi_hal_conformance", "kimi_hal.reference", "kimi_hal.formats")
 TORCH = {"torch": torch, "torch.Tensor": torch.Tensor, "torch.nn.functional": torch.nn.functional}
 #: What the suite itself changes while it runs.
 CHANGING = ("kimi_hal_conformance.case.CASES", "kimi_hal_conformance.case.MADE")
+#: What torch itself replaces when its compiler is imported; only the generators' own is called here.
+REPLACED = ("manual_seed",)
 ABSENT = object()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Part:
     """One thing by its name in a module, class or table, as it was; of a function its code and defaults too."""
 
     owner: Mapping[Any, Any]
     name: Any
     value: Any
+    inner: FunctionType | None
     code: CodeType | None
     defaults: Any
 
@@ -38,16 +41,16 @@ class Part:
         """Note what stands there now."""
         value = owner.get(name, ABSENT)
         inner = _function(value)
-        return cls(owner, name, value, getattr(inner, "__code__", None), getattr(inner, "__defaults__", None))
+        return cls(
+            owner, name, value, inner, getattr(inner, "__code__", None), getattr(inner, "__defaults__", None)
+        )
 
     def intact(self) -> bool:
         """Tell whether it is what it was."""
         if self.owner.get(self.name, ABSENT) is not self.value:
             return False
-        if self.code is None:
-            return True
-        inner = _function(self.value)
-        return inner.__code__ is self.code and inner.__defaults__ is self.defaults
+        inner = self.inner
+        return inner is None or (inner.__code__ is self.code and inner.__defaults__ is self.defaults)
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Integrity:
     def now(cls) -> Integrity:
         """Note every part of what is imported."""
         found = dict(_judges())
-        names = {name for part in found.values() if part.code for name in _names(part.code)}
+        names = {name for part in found.values() if part.code for name in _names(part.code)} - {*REPLACED}
         for where, owner in TORCH.items():
             own = {name for name in names if hasattr(owner, name)}  # what is inherited is of C, and stays
             found |= {f"{where}.{name}": Part.of(vars(owner), name) for name in sorted(own)}

@@ -176,6 +176,10 @@ def poison(buffer: Tensor) -> Tensor:
 def _canaries_intact(buffer: Tensor) -> bool:
     """Look at all bytes of the storage that the buffer's elements do not cover."""
     storage = torch.empty(0, dtype=torch.uint8, device=buffer.device).set_(buffer.untyped_storage())
+    if buffer.is_contiguous():
+        start = buffer.storage_offset() * buffer.element_size()
+        around = (storage[:start], storage[start + buffer.nbytes :])
+        return all(bool((side == CANARY).all()) for side in around)
     covered = torch.zeros(storage.numel(), dtype=torch.bool, device=buffer.device)
     if buffer.numel():
         size = buffer.element_size()

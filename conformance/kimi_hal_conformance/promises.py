@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -21,7 +21,7 @@ from kimi_hal_conformance.ranks import on_ranks, questions
 from kimi_hal_conformance.relations import PARTLY_UNSPECIFIED, RELATIONS, Ground, UntriedError
 from kimi_hal_conformance.rig import OnePlan
 from kimi_hal_conformance.scripts import call
-from kimi_hal_conformance.shrink import BEFORE, pieces
+from kimi_hal_conformance.shrink import pieces
 
 #: Seconds after which a call is not repeated again, so that a slow one stays far within the limit of a case.
 ENOUGH = 10.0
@@ -63,7 +63,7 @@ class Kept:
     untried: Mapping[str, str] = field(default_factory=dict)
 
 
-def kept(case: Case, subject: Subject, seed: int, effort: Effort) -> Kept:
+def kept(case: Case, subject: Subject, seed: int, effort: Effort, last: Sequence[Called]) -> Kept:
     """Try what an implementation declares and the contract asks beyond the values of one call.
 
     Bits first: a call is repeated, and its first, middle and last row are called alone. Then relations between
@@ -74,6 +74,7 @@ def kept(case: Case, subject: Subject, seed: int, effort: Effort) -> Kept:
         subject: who answers.
         seed: of the operands.
         effort: how much.
+        last: the case's last call, of each rank.
     """
     if case.sparse:  # one call is enough where gigabytes of addresses are behind it
         effort = replace(effort, relations=False)
@@ -81,9 +82,8 @@ def kept(case: Case, subject: Subject, seed: int, effort: Effort) -> Kept:
     missed: dict[str, str] = {}
     if not effort.repeats and not effort.relations:
         return found
-    one = subject if case.ranks else OnePlan.of(subject)  # a plan of ranks is of one group
-    promised = properties_of(case, one, seed)
-    for name, told in trials(case, subject, one, seed, effort, promised):
+    promised = last[0].promised  # ranks promise alike
+    for name, told in trials(case, subject, seed, effort, last):
         if time.monotonic() > end:
             missed[name] = f"what was tried before it took more than {LONG:g} s"
             continue
@@ -99,14 +99,15 @@ def kept(case: Case, subject: Subject, seed: int, effort: Effort) -> Kept:
 
 
 def trials(
-    case: Case, subject: Subject, one: Subject, seed: int, effort: Effort, promised: Properties
+    case: Case, subject: Subject, seed: int, effort: Effort, last: Sequence[Called]
 ) -> Iterator[tuple[str, Iterable[str]]]:
-    """Yield the name of each promise, and what will yield the problems when it is asked; ``one`` plans once."""
+    """Yield the name of each promise, and what will yield the problems when it is asked."""
+    promised = last[0].promised
     if promised.deterministic and effort.repeats:  # without, no row has bits of its own either
-        first = _bits(case, one, seed)
+        first = _joined([_of(done) for done in last], case.ranks)
         yield DETERMINISTIC, _repeated(case, subject, seed, first, effort.repeats)
         if promised.batch_invariant and not case.ranks and (rows := _rows(case, seed)):
-            yield BATCH_INVARIANT, _alone(case, one, seed, first, rows)
+            yield BATCH_INVARIANT, _alone(case, subject, seed, first, rows)
     if not effort.relations or case.ranks or ops.get(case.operator).listed:
         return
     ground = Ground(case, subject, seed, promised)
@@ -136,20 +137,6 @@ def asked(case: Case, seed: int) -> Question:
     return Question(ops.get(case.operator), case.spec, case.limits, operands, sparse=case.sparse)
 
 
-def properties(question: Question, subject: Subject) -> Properties:
-    """Return what an implementation promises for a call."""
-    name = question.op.name
-    pair = subject.plan(BEFORE[name], question) if name in BEFORE else None
-    return subject.plan(name, question, pair=pair).properties
-
-
-def properties_of(case: Case, subject: Subject, seed: int) -> Properties:
-    """Return what an implementation promises for a case, whose ranks promise alike."""
-    if not case.ranks:
-        return properties(asked(case, seed), subject)
-    return on_ranks(questions(case, drawn(case, seed)), lambda q: properties(q, subject))[0]
-
-
 def _bits(case: Case, subject: Subject, seed: int) -> dict[str, Tensor]:
     """Return all that a call gives or changes, by name, of each rank where there are several."""
     return next(_every(case, subject, seed, 1))
@@ -166,9 +153,14 @@ def _every(case: Case, subject: Subject, seed: int, times: int) -> Iterator[dict
         return [_of(call(question, one, given=True)) for _ in range(times)]
 
     of_ranks = on_ranks(questions(case, drawn(case, seed)), calls)
-    for calls_of_ranks in zip(*of_ranks, strict=True):
-        every = enumerate(calls_of_ranks)
-        yield {f"{name} of rank {rank}": out for rank, found in every for name, out in found.items()}
+    yield from (_joined(found, case.ranks) for found in zip(*of_ranks, strict=True))
+
+
+def _joined(found: Sequence[dict[str, Tensor]], ranks: int) -> dict[str, Tensor]:
+    """Return what came out on all ranks, by names that tell these apart."""
+    if not ranks:
+        return found[0]
+    return {f"{name} of rank {rank}": out for rank, own in enumerate(found) for name, out in own.items()}
 
 
 def _of(done: Called) -> dict[str, Tensor]:
@@ -215,8 +207,9 @@ def _rows(case: Case, seed: int) -> dict[int, Case]:
 def _alone(
     case: Case, subject: Subject, seed: int, first: dict[str, Tensor], rows: dict[int, Case]
 ) -> Iterator[str]:
+    one = OnePlan.of(subject)
     for number, row in rows.items():
-        alone = _bits(row, subject, seed)
+        alone = _bits(row, one, seed)
         for out in ops.get(case.operator).outs:
             at = out.shape.split().index("T")
             if out.keyword in first and not same_bits(

@@ -62,7 +62,7 @@ def _topk(stage: Stage) -> Called:
         if not same_bits(result.cpu(), plain.answer.outputs[name])
     ]
     outputs = {**plain.answer.outputs, "all_scores_out": scores.cpu()}
-    return Called(Answer(outputs, plain.answer.mutated), tuple(problems), plain.declared)
+    return dataclasses.replace(plain, answer=Answer(outputs, plain.answer.mutated), problems=tuple(problems))
 
 
 def _commit(stage: Stage) -> Called:
@@ -96,9 +96,10 @@ def _prepare(stage: Stage) -> Called:
     operands = {name: value for name, value in use.operands.items() if name != "weights"}
     operands = {name: room.operand(name, value) for name, value in operands.items()}
     used = dataclasses.replace(stage, question=use)
-    return invoke(
+    done = invoke(
         used, subject.plan("moe_experts", use, implementation=reader), operands | {"weights": prepared}
     )
+    return dataclasses.replace(done, promised=found.properties)
 
 
 def _weights_problems(prepared: Any, placed: Mapping[str, Tensor]) -> Iterator[str]:
