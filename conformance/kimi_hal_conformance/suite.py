@@ -379,15 +379,15 @@ def installed(name: str) -> bool:
 
 def left_out(case: Case, implementation: Implementation, loaded: Loaded, profile: str) -> str:
     """Say why a case is left out, or return an empty string."""
+    if implementation.name == composed.NAME:  # first: no other profile would run it
+        missing = [part for part in part_specs(case.operator, case.spec) if not candidates(loaded, part)]
+        if missing:
+            return f"{loaded.name} does not implement its parts: {', '.join(missing)}"
     if profile in PROFILES and not case.runs_in(profile):
         reason = (
             "too large for an interpreter" if profile == INTERP else f"too long for the {profile} profile"
         )
         return f"{reason}; the {case.since} profile has it"
-    if implementation.name == composed.NAME:
-        missing = [part for part in part_specs(case.operator, case.spec) if not candidates(loaded, part)]
-        if missing:
-            return f"{loaded.name} does not implement its parts: {', '.join(missing)}"
     return ""
 
 

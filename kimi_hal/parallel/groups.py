@@ -251,7 +251,8 @@ class TorchGroup(Group):
 
     def _gather_bytes(self, call: str, data: Tensor, buffer: Tensor | None = None) -> Tensor:
         out = data.new_empty((self.size(), *data.shape)) if buffer is None else _to_bytes(buffer)
-        gather = self._dist.all_gather_into_tensor
+        gather = getattr(self._dist, "all_gather_single", None)  # its name from torch 2.13 on
+        gather = gather or self._dist.all_gather_into_tensor
         self._wait(call, partial(gather, out.view(-1), data, group=self._pg, async_op=True), data.device)
         return out
 

@@ -63,6 +63,12 @@ def test_a_composition_whose_parts_are_missing_says_which() -> None:
     assert not report.ok
 
 
+def test_a_composition_whose_parts_are_missing_names_no_profile_that_would_have_it() -> None:
+    report = suite.run(suite.Request("amd", execution="interpreted", operators=("kda_layer_decode",)))
+    said = {problem for v in report.verdicts for problem in v.problems}
+    assert said == {"amd does not implement its parts: kda_conv"}
+
+
 def test_an_implementation_whose_library_is_missing_is_not_run() -> None:
     """TPU's libraries have environments of their own; a composition lacks what all candidates for a part lack."""
     cases = ("kda_gate/odd/rows9", "kda_layer_decode/tp32/rows1")
