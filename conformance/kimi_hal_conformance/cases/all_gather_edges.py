@@ -29,8 +29,17 @@ def marks(spec: GatherSpec) -> Make:
     return make
 
 
+def no_rows(spec: GatherSpec) -> Make:
+    """Return tensors without a row."""
+    return lambda g: {"ranks": [{"x": torch.empty(0, 20)} for _ in range(spec.dcp.world)]}
+
+
 def cases() -> Iterator[Case]:
     """Every layout."""
+    for layout in ("rank_major", "token_order", "last_dim"):
+        spec = GatherSpec(layout=layout, dtype="float32", dcp=DCP(world=2), ndim=2)
+        name = f"all_gather/edges/no-rows/{layout}"
+        yield Case(name, "all_gather", spec, LIMITS, no_rows(spec), since=INTERP, fault=24, ranks=2)
     for dtype in ("bfloat16", "float32"):
         for layout in ("rank_major", "token_order", "last_dim"):
             for world, interleave in ((1, 1), (2, 4)):
@@ -41,6 +50,7 @@ def cases() -> Iterator[Case]:
 
 
 WHY = {
+    "all_gather/edges/no-rows": "Tensors without a row: a dimension of length 0 is legal.",
     "all_gather/edges/": "Both zeros, NaN and the largest numbers in views of wider rows: no value is a mark.",
 }
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -106,6 +108,24 @@ def _first(g: torch.Generator, keys: int) -> Tensor:
     return ints([*torch.randperm(keys, generator=g).tolist(), *[-1] * (K - keys)])
 
 
+def mostly_nan(spec: TopKMergeSpec) -> Make:
+    """Return rows in which few candidates are numbers: NaN wins too, by position, and −inf before it."""
+
+    def make(g: torch.Generator) -> Operands:
+        ranks = []
+        for _ in range(spec.dcp.world):
+            scores = torch.full((3, K), math.nan)
+            scores[0, ::7], scores[1, ::3] = -math.inf, 0.5
+            indices = torch.stack([torch.randperm(200, generator=g)[:K] for _ in range(3)]).int()
+            lengths = ints([200 * spec.dcp.world] * 3)
+            ranks.append(
+                {"scores": scores.to(getattr(torch, spec.score)), "indices": indices, "row_len": lengths}
+            )
+        return {"ranks": ranks}
+
+    return make
+
+
 def stale(spec: TopKMergeSpec) -> Make:
     """Return rows whose entries behind their own candidates are stale, and would win."""
 
@@ -143,6 +163,9 @@ def cases() -> Iterator[Case]:
             yield case(f"{protocol}/far/{name}", spec, far(spec, lengths), fault=8)
             yield case(f"{protocol}/one-rank-wins/{name}", spec, one_rank_wins(spec), fault=6)
             yield case(f"{protocol}/stale-entries/{name}", spec, stale(spec), fault=4)
+    for protocol in PROTOCOLS:
+        narrow = replace(merge(2, protocol), score="bfloat16")
+        yield case(f"{protocol}/mostly-nan", narrow, mostly_nan(narrow), fault=5)
     quota = merge(2, "compact")
     yield case("compact/one-more-than-sent", quota, one_more_than_sent(quota), fault=6)
 
@@ -167,6 +190,9 @@ WHY = {
     "topk_merge/edges/scores_only/far": "Positions at the borders of 16 and of 25 bits.",
     "topk_merge/edges/full/one-rank-wins": "One rank has all winners, all but one, and one.",
     "topk_merge/edges/compact/one-rank-wins": "One rank has more winners than its quota: the row is sent again.",
+    "topk_merge/edges/full/mostly-nan": "bfloat16 candidates of NaN: each is a key, below −inf.",
+    "topk_merge/edges/compact/mostly-nan": "bfloat16 candidates of NaN: each is a key, below −inf.",
+    "topk_merge/edges/scores_only/mostly-nan": "bfloat16 candidates of NaN: each is a key, below −inf.",
     "topk_merge/edges/compact/one-more-than-sent": "A rank holds one winner more than it sends, and no more.",
     "topk_merge/edges/scores_only/one-rank-wins": "One rank has all winners, all but one, and one.",
     "topk_merge/edges/full/stale-entries": "Entries without an index that would win by their score.",
