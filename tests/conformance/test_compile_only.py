@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
@@ -357,6 +358,13 @@ def test_the_table_has_every_family(forge: None) -> None:
         assert word in done.output
     assert "forge (compile_only, profile compile_only, " in done.output
     assert "s), a1x, forge.narrow alone, compiles, and nothing was run: 1 passed" in done.output
+
+
+def test_a_narrow_terminal_cuts_no_name_and_no_number(forge: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    done = compile_only("--backend", "forge", "--target", "a1x", "--implementation", "forge.narrow")
+    assert "…" not in done.output
+    assert re.search(r" only .* a1x .* 2\.0 .* 64 .* passed", done.output)
 
 
 def test_one_operator_s_kernels_alone_are_compiled(forge: None, tmp_path: Path) -> None:
