@@ -286,7 +286,7 @@ def fused() -> Iterator[Case]:
     slots = IndexerTopKSpec(index=FP8, num_heads=8, topk=16, emit="slot")
     yield fuse("slots-of-short-rows", slots, keyed(slots, alike(70), (0, 1, 15, 70, -7)), 7)
     single = IndexerTopKSpec(index=FP8, num_heads=8, topk=16, ordered=True)
-    yield fuse("a-hair-apart", single, a_hair_apart(single), 5)
+    yield fuse("a-hair-apart", single, a_hair_apart(single), 6)
     many = IndexerTopKSpec(index=FP8, num_heads=3, topk=5)
     drafts = [max(0, 130 - row) for row in range(70)]
     yield fuse("rows-70", many, keyed(many, lambda g: normal(g, 130, 128), drafts), 17, QUICK)
