@@ -25,6 +25,9 @@ from kimi_hal_conformance.shrink import pieces
 
 #: Seconds after which a call is not repeated again, so that a slow one stays far within the limit of a case.
 ENOUGH = 10.0
+#: The process's own seconds that repeated calls of a case take, of one that relations are tried on and of any other.
+#: A clock that a busy machine does not turn: as many calls are made there.
+OWN_MOST, OWN = 2.0, 0.25
 #: Seconds after which nothing more is begun.
 LONG = 20.0
 
@@ -34,7 +37,7 @@ class Effort:
     """How much is tried of a case that passed.
 
     Args:
-        repeats: calls beside the first, fewer after ``ENOUGH`` seconds and one at least; 0: no bits are compared.
+        repeats: calls beside the first, one at least and no more than there is time for; 0: no bits are compared.
         relations: what must hold between calls, and capture.
     """
 
@@ -105,7 +108,7 @@ def trials(
     promised = last[0].promised
     if promised.deterministic and effort.repeats:  # without, no row has bits of its own either
         first = _joined([_of(done) for done in last], case.ranks)
-        yield DETERMINISTIC, _repeated(case, subject, seed, first, effort.repeats)
+        yield DETERMINISTIC, _repeated(case, subject, seed, first, effort)
         if promised.batch_invariant and not case.ranks and (rows := _rows(case, seed)):
             yield BATCH_INVARIANT, _alone(case, subject, seed, first, rows)
     if not effort.relations or case.ranks or ops.get(case.operator).listed:
@@ -169,17 +172,18 @@ def _of(done: Called) -> dict[str, Tensor]:
 
 
 def _repeated(
-    case: Case, subject: Subject, seed: int, first: dict[str, Tensor], repeats: int
+    case: Case, subject: Subject, seed: int, first: dict[str, Tensor], effort: Effort
 ) -> Iterator[str]:
     """Yield what is not the first call's of a call by a new plan, then of more by one, as long as time allows."""
-    start = time.monotonic()
+    started, own = time.monotonic(), time.process_time()
     wrong = list(_differing(first, _bits(case, subject, seed), 2))
-    end, took = start + ENOUGH, time.monotonic() - start
-    more = 0 if wrong else min(repeats - 1, int(ENOUGH / took))
+    took, own = time.monotonic() - started, time.process_time() - own
+    room = OWN_MOST if effort.relations else OWN
+    more = 0 if wrong else min(effort.repeats - 1, int(ENOUGH / took), int(room / max(own, 1e-6)))
     one = subject if case.ranks else OnePlan.of(subject)
     for number, again in enumerate(_every(case, one, seed, more) if more else (), 3):
         wrong = list(_differing(first, again, number))
-        if wrong or time.monotonic() > end:
+        if wrong:
             break
     yield from wrong
 
