@@ -100,10 +100,12 @@ def cases() -> Iterator[Case]:
     yield Case("kda_prefill/edges/small-norm", "kda_prefill", spec, LIMITS, small_rows(prefill), since=INTERP)
     plain, kept = KDASpec(num_heads=2, head_dim=16), KDASpec(num_heads=2, head_dim=16, checkpoints=True)
     layered = KDASpec(num_heads=2, head_dim=16, checkpoints=True, num_layers=2)
+    stacked = KDASpec(num_heads=1, head_dim=16, num_layers=4)
     commits = {
         "to-other-slots": (plain, elsewhere(plain, (2, 8, 2))),
         "checkpoints": (kept, elsewhere(kept, (2, 8, 3), (1, 8, 2))),
         "two-layers": (layered, elsewhere(layered, (3, 0, 3), (0, 0, 3))),
+        "four-layers": (stacked, elsewhere(stacked, (3, 8, 0))),
     }
     for label, (commit, make) in commits.items():
         name = f"kda_commit/edges/{label}"
@@ -123,6 +125,7 @@ WHY = {
     "kda_prefill/edges/around-a-chunk": "Sequences that end two rows behind a chunk, on it, and after one row.",
     "kda_prefill/edges/checkpoints": "A fresh sequence's state at 0 rows is zero; one beyond the end is not stored.",
     "kda_verify/edges/rows-behind": "Rows behind the last sequence give zeros, whatever they hold.",
+    "kda_commit/edges/four-layers": "Both states of every layer advance, those between the first and the last too.",
     "kda_commit/edges/": "Results and checkpoints that go to other slots, or nowhere, in one layer and in two.",
 }
 
