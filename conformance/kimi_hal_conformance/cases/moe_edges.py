@@ -14,6 +14,7 @@ from kimi_hal_conformance.cases.moe import checkpoint
 from kimi_hal_conformance.draws import ints, normal
 
 LIMITS = Limits(max_rows=128, max_reqs=128)
+MANY = Limits(max_rows=512, max_reqs=512)
 BASE: dict[str, Any] = {"num_experts": 8, "num_local": 8, "topk": 3, "hidden": 64, "intermediate": 96}
 BF16 = torch.bfloat16
 
@@ -125,6 +126,9 @@ def cases() -> Iterator[Case]:
     edges["large-beta"] = (gentle, crowded(gentle, 5, spread=12.0), 0)
     for label, (spec, make, fault) in edges.items():
         yield Case(f"moe_experts/edges/{label}", "moe_experts", spec, LIMITS, make, since=INTERP, fault=fault)
+    narrow = MoESpec(**BASE | {"hidden": 32, "intermediate": 32})
+    full = crowded(narrow, 300)
+    yield Case("moe_experts/edges/crowded-by-300", "moe_experts", narrow, MANY, full, since=INTERP, fault=17)
 
 
 WHY = {
@@ -132,6 +136,7 @@ WHY = {
     "moe_route/edges/small-sums": "Chosen scores so small that an epsilon in the denominator shows, and all 0.",
     "moe_experts/edges/minus-one-and-a-map": "Ids of −1 under a map whose first and last experts are local.",
     "moe_experts/edges/crowded-expert": "More rows at one expert than a block holds.",
+    "moe_experts/edges/crowded-by-300": "More rows at one expert than 8 bits count.",
     "moe_experts/edges/large-activations": "Activations at which tanh and the linear bound saturate.",
     "moe_experts/edges/scale-codes": "Scale codes 0 and 255: an expert that is broken is felt by its own rows alone.",
     "moe_experts/edges/no-bound": "No bound on the linear half.",
