@@ -51,6 +51,23 @@ def beyond_the_table(spec: SparseMLASpec) -> Make:
     return make
 
 
+def unread_requests(spec: SparseMLASpec) -> Make:
+    """Return rows without a live index whose requests are out of range, beside rows that attend."""
+
+    def make(g: torch.Generator) -> Operands:
+        scale = torch.tensor([0.03125])
+        return {
+            "q": normal(g, 4, spec.num_heads, 576, dtype=BF16),
+            "cache": latent_cache(g, FP8, spec.page, 4, torch.arange(4 * spec.page), scale),
+            "indices": ints([-1, -1, -1, 5, -1, 9, -1, -1, -1, 70, 8, 3]).view(4, 3),
+            "k_scale": scale,
+            "block_table": ints([2, 1, 3, 0]).view(2, 2),
+            "row_req": ints([2, 0, -(2**31), 1]),
+        }
+
+    return make
+
+
 def scaled_queries(spec: SparseMLASpec) -> Make:
     """Return FP8 queries, whose scale is part of the logits' scale."""
 
@@ -107,6 +124,7 @@ def attention_cases() -> Iterator[Case]:
     flashmla = SparseMLASpec(num_heads=4, latent="latent.flashmla.656", topk=64)
     yield case("very-negative-logits", small, very_negative(small), fault=1)
     yield case("beyond-the-block-table", local, beyond_the_table(local), fault=4)
+    yield case("requests-unread", local, unread_requests(local), fault=3)
     yield case("scales-of-another-writer", flashmla, foreign_scales(flashmla), fault=20)
     yield case("selected-nan", small, poisoned_key(small), fault=4)
     for dialect in ("e4m3fn", "e4m3fnuz"):
@@ -178,6 +196,7 @@ def store_cases() -> Iterator[Case]:
 WHY = {
     "sparse_mla/edges/very-negative-logits": "Logits of −65,000: below every finite number that stands for a mask.",
     "sparse_mla/edges/beyond-the-block-table": "Positions behind a block table that is full to its last column.",
+    "sparse_mla/edges/requests-unread": "Requests out of range at rows without a live index: not read, 0 and −inf.",
     "sparse_mla/edges/scales-of-another-writer": "Float32 scales that are no powers of two.",
     "sparse_mla/edges/selected-nan": "A selected key that is NaN is its own row's alone.",
     "sparse_mla/edges/q-": "FP8 queries in each dialect, whose scale is part of the logits' scale.",
