@@ -30,13 +30,19 @@ ODD = KDASpec(num_heads=3, head_dim=60)
 OF_ROWS = ("x", "q", "k", "v", "raw_g", "raw_beta", "out_gate")
 
 
-def between_nan(make: Make, every: int = 2) -> Make:
-    """Return one-token rows of which every second is padding and NaN, so that a read past a row's end shows."""
+def between_nan(make: Make, every: int = 2, first: int = 1) -> Make:
+    """Return one-token rows of which some are padding and NaN, so that a read past a row's end shows.
+
+    Args:
+        make: gives the rows.
+        every: one row of so many is padding.
+        first: the first that is.
+    """
 
     def wrapped(g: torch.Generator) -> Operands:
         operands = dict(make(g))
         rows = operands["state_ids"].shape[0]
-        padding = torch.arange(rows) % every == every - 1
+        padding = torch.arange(rows) % every == first
         operands["state_ids"] = column(torch.where(padding, -1, torch.arange(rows) % SLOTS).tolist())
         for name in OF_ROWS:
             if name in operands:
@@ -131,6 +137,12 @@ def cases() -> Iterator[Case]:
         yield case(
             f"kda_layer_decode/padding-between/{label}", spec, between_nan(layer_operands(spec, 7)), 14
         )
+        leading = {
+            "kda_decode": decode_operands(spec, 5),
+            "kda_layer_decode": layer_operands(spec, 5),
+        }
+        for operator, make in leading.items():
+            yield case(f"{operator}/padding-first/{label}", spec, between_nan(make, every=3, first=0), 3)
         live = (True, False, True, True)
         lengths = (1, 3, 0, 6)
         sequenced = {
@@ -242,6 +254,7 @@ def case(
 
 REASONS = {
     "padding-between": "Padding rows full of NaN between live ones: a read past a row's end shows.",
+    "padding-first": "The first row is padding full of NaN: what it holds reaches no other row.",
     "broken-fresh-slots": "A new request in a slot that holds NaN starts from zero.",
     "broken-slots": "Slots of other requests hold NaN: no row may read them.",
     "empty-between": "Empty sequences pass their state through bit for bit.",
