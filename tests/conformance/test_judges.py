@@ -313,3 +313,18 @@ def test_records_are_nobodys_to_compare() -> None:
     got = Answer({"out": exact.outputs["out"].bfloat16()}, {"records": torch.zeros(3, dtype=torch.uint8)})
     measures = list(judge("kda_verify")(Trial(question, got, exact, reference)))
     assert [(m.tensor, m.problem) for m in measures] == [("out", "")]
+
+
+@pytest.mark.parametrize(
+    ("was", "becomes", "problem"),
+    [
+        ("-0.0", "0.0", ["conv_state: 1 of 2592 entries differ; first at [1, 0, 0]: got 0, expected -32768"]),
+        ("-0.0", "-0.0", []),
+    ],
+)
+def test_a_stored_input_keeps_the_sign_of_its_zero(was: str, becomes: str, problem: list[str]) -> None:
+    trial = right("kda_conv/edges/signed-zeros")
+    stored = trial.got.mutated["conv_state"]
+    assert str(stored[1, 0, 0].item()) == was
+    stored[1, 0, 0] = float(becomes)
+    assert problems(trial) == problem

@@ -12,6 +12,7 @@ from kimi_hal_conformance.case import INTERP, Case, Make, Operands, add
 from kimi_hal_conformance.cases.kda import (
     checkpointed,
     commit_operands,
+    conv_operands,
     decode_operands,
     gate_parameters,
     prefill_operands,
@@ -60,6 +61,19 @@ def more_rows(make: Make, rows: int) -> Make:
             given = operands[name]
             tail = normal(g, rows, *given.shape[1:], dtype=given.dtype)
             operands[name] = torch.cat([given, tail])
+        return operands
+
+    return wrapped
+
+
+def zeros_of_both_signs(make: Make) -> Make:
+    """Return the operands with zeros of both signs among the inputs and in what came before them."""
+
+    def wrapped(g: torch.Generator) -> Operands:
+        operands = dict(make(g))
+        for name in ("x", "conv_state"):
+            given = operands[name]
+            given[..., ::3], given[..., 1::3] = -0.0, 0.0
         return operands
 
     return wrapped
@@ -114,6 +128,8 @@ def cases() -> Iterator[Case]:
     yield Case("kda_prefill/edges/checkpoints", "kda_prefill", kept, LIMITS, missed, since=INTERP, fault=10)
     behind = more_rows(verify_operands(plain, (4, 2, 1), LIMITS), 3)
     yield Case("kda_verify/edges/rows-behind", "kda_verify", plain, LIMITS, behind, since=INTERP, fault=3)
+    zeros = zeros_of_both_signs(conv_operands(plain, (1, 2, 5)))
+    yield Case("kda_conv/edges/signed-zeros", "kda_conv", plain, LIMITS, zeros, since=INTERP, fault=19)
     chunks = prefill_operands(spec, (66, 1, 64, 2))
     yield Case("kda_prefill/edges/around-a-chunk", "kda_prefill", spec, LIMITS, chunks, fault=9)
 
@@ -124,6 +140,7 @@ WHY = {
     "kda_prefill/edges/small-norm": "Rows so small that the norm's epsilon decides.",
     "kda_prefill/edges/around-a-chunk": "Sequences that end two rows behind a chunk, on it, and after one row.",
     "kda_prefill/edges/checkpoints": "A fresh sequence's state at 0 rows is zero; one beyond the end is not stored.",
+    "kda_conv/edges/signed-zeros": "Stored inputs keep their bits: −0 stays −0, of this call and of before it.",
     "kda_verify/edges/rows-behind": "Rows behind the last sequence give zeros, whatever they hold.",
     "kda_commit/edges/four-layers": "Both states of every layer advance, those between the first and the last too.",
     "kda_commit/edges/": "Results and checkpoints that go to other slots, or nowhere, in one layer and in two.",
