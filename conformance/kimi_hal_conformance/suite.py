@@ -359,7 +359,9 @@ def lacking(implementation: Implementation, loaded: Loaded, probe: Probe) -> str
                 return f"its part {part} cannot run: {reasons[0]}"
         return ""
     absent = [
-        next((n for n in c.requires if n not in probe.facts and not installed(n)), "")
+        next(
+            (n for n in c.requires if n not in {*probe.facts, *loaded.backend.facts} and not installed(n)), ""
+        )
         for c in implementation.capabilities
     ]
     if not absent or not all(absent):

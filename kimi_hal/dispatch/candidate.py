@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kimi_hal.dispatch import composed, matching
-from kimi_hal.dispatch.contract import Capability, Implementation, Preference, Probe
+from kimi_hal.dispatch.contract import Backend, Capability, Implementation, Preference, Probe
 from kimi_hal.dispatch.loader import Loaded, Registry, candidates
 from kimi_hal.dispatch.matching import Target
 from kimi_hal.dispatch.wish import REFERENCE, Request, Wish
@@ -111,7 +111,7 @@ def _assess(request: Request, wish: Wish, loaded: Loaded, probe: Probe, item: Im
     full_name = f"{loaded.name}.{item.name}"
     named = wish.implementation == full_name
     execution, reasons = _execution(request, loaded, probe, item)
-    target = _target(probe, execution)
+    target = _target(loaded.backend, probe, execution)
     capability, uncovered = _covering(request, item, target, named)
     admitted = named or set(item.numerics) <= set(request.spec.numerics)
     if not admitted:
@@ -172,9 +172,11 @@ def _interpreter(request: Request) -> str:
     return f"KIMI_HAL_EXECUTION=interpreted runs on the CPU; plan with device='cpu', not {request.device!r}"
 
 
-def _target(probe: Probe, execution: str) -> Target:
+def _target(backend: Backend, probe: Probe, execution: str) -> Target:
     foreign = execution != "native" or not probe.present
-    return Target(arch="" if foreign else probe.arch, facts=probe.facts, foreign=foreign)
+    return Target(
+        arch="" if foreign else probe.arch, facts=probe.facts, foreign=foreign, probed=backend.facts
+    )
 
 
 def _covering(

@@ -239,6 +239,8 @@ class Backend:
         formats: ``"module:NAME"``, a tuple of extra cache formats.
         overrides_composites: composites that it fuses.
         targets: what its kernels can be compiled for without a device.
+        facts: which names of ``Capability.requires`` are found by the probe (a driver), and are no library. Away
+            from a device they are not required.
     """
 
     name: str
@@ -253,3 +255,4 @@ class Backend:
     formats: str | None = None
     overrides_composites: tuple[str, ...] = ()
     targets: tuple[Target, ...] = ()
+    facts: tuple[str, ...] = ()

@@ -26,13 +26,14 @@ class Target:
     Args:
         arch: the probe's architecture; ``""`` where it is foreign.
         facts: the probe's facts.
-        foreign: there is no such device, or the code runs away from it (interpreted, portable); what is
-            unknown of the device is then not required.
+        foreign: there is no such device, or the code runs away from it (interpreted, portable).
+        probed: names that the probe finds on a device; where it is foreign they are not required.
     """
 
     arch: str = ""
     facts: Mapping[str, str] = field(default_factory=dict)
     foreign: bool = False
+    probed: tuple[str, ...] = ()
 
 
 def refusals(
@@ -118,7 +119,7 @@ def _requires(required: Mapping[str, str], target: Target) -> Iterator[str]:
     for name, specifier in required.items():
         version = target.facts.get(name) or _distribution(name)
         if version is None:
-            if not target.foreign:
+            if not (target.foreign and name in target.probed):
                 yield f"{name} is not installed; it needs {name}{specifier}"
             continue
         try:

@@ -126,7 +126,14 @@ def test_a_fact_that_is_no_version_is_a_reason():
 
 def test_away_from_its_device_its_driver_is_not_required():
     covered = capability(requires={"acme-driver": ">=5"})
-    assert reasons(covered, target=Target(facts={}, foreign=True)) == []
+    away = Target(facts={}, foreign=True, probed=("acme-driver",))
+    assert reasons(covered, target=away) == []
+
+
+def test_a_library_is_required_away_from_the_device_too():
+    away = Target(facts={}, foreign=True, probed=("acme-driver",))
+    covered = capability(requires={"acme-runtime": ">=1"})
+    assert reasons(covered, target=away) == ["acme-runtime is not installed; it needs acme-runtime>=1"]
 
 
 def test_all_reasons_are_told():

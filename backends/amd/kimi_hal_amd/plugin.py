@@ -23,6 +23,7 @@ def kimi_hal_backend() -> Backend:
         implementations="kimi_hal_amd.implementations:IMPLEMENTATIONS",
         device="kimi_hal_amd.device:Device",
         torch_device="cuda",  # what a ROCm build of torch calls it
+        facts=("amdgpu",),
         targets=(Target("gfx942", "gfx942"), Target("gfx950", "gfx950")),
     )
 

@@ -18,6 +18,7 @@ def kimi_hal_backend() -> Backend:
         implementations="kimi_hal_nvidia.implementations:IMPLEMENTATIONS",
         device="kimi_hal.dispatch.device:StreamDevice",
         torch_device="cuda",
+        facts=("nvidia-driver",),
         targets=(Target("sm_90a", "sm_90"), Target("sm_100a", "sm_100"), Target("sm_103a", "sm_103")),
     )
 

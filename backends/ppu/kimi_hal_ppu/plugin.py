@@ -35,6 +35,7 @@ def kimi_hal_backend() -> Backend:
         implementations="kimi_hal_ppu.implementations:IMPLEMENTATIONS",
         device="kimi_hal_ppu.device:Device",
         torch_device="cuda",
+        facts=("ppu-driver",),
         targets=TARGETS,
     )
 

@@ -28,6 +28,7 @@ def kimi_hal_backend() -> Backend:
         implementations="kimi_hal_trainium.implementations:IMPLEMENTATIONS",
         torch_device="cpu",  # the CPU stands in for the device; torch-neuronx calls its tensors xla
         device="kimi_hal_trainium.device:Device",
+        facts=("neuron-driver",),
         variables={"KIMI_HAL_TRAINIUM_TILE": "128, 256 or 512: keys that one tile holds; default 512"},
     )
 
