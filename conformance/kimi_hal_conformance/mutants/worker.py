@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import msgspec
 import torch
 
+from kimi_hal.dispatch import policy
 from kimi_hal.dispatch.device import HostDevice
 from kimi_hal_conformance import case as cases
 from kimi_hal_conformance.calls import Subject
@@ -91,6 +92,7 @@ def tried(job: Job, announce: Callable[[str], None]) -> Outcome:
     kills: list[Kill] = []
     refused: list[str] = []
     mutant = catalogue.load()[job.mutant]
+    policy.freeze()  # as an engine does: to look for plugins and sources again costs more than a small case
     for test in job.tests:
         announce(test)
         signal.alarm(job.limit)
