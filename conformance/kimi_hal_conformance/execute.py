@@ -131,17 +131,20 @@ def try_case(case: Case, subject: Subject, seed: int) -> tuple[list[str], list[M
         done = called(question, subject)
         changed = before.restored()
         problems, measures = judged(question, done)
-        return [*changed, *problems], measures, done[-1:]
+        return [*changed, *problems], measures, done[:1]
     asked = questions(case, operands)
     calls = on_ranks(asked, lambda q: called(q, subject))
     changed = before.restored()
     found = on_ranks(asked, lambda q: judged(q, calls[q.group.rank()]))
     problems = [f"rank {rank}: {p}" for rank, (problems, _) in enumerate(found) for p in problems]
     measures = [measure for _, own in found for measure in own]
-    return [*changed, *problems], measures, [done[-1] for done in calls]
+    return [*changed, *problems], measures, [done[0] for done in calls]
 
 
 def called(question: Question, subject: Subject) -> list[Called]:
-    """Call into given buffers and, where there are outputs, without, by one plan."""
-    ways, one = (True, False) if question.op.outs or question.op.listed else (True,), OnePlan.of(subject)
-    return [call(question, one, given) for given in ways]
+    """Call without buffers for the outputs, where there are any, then into given ones, by one plan; the last first.
+
+    Later calls can be compared with the last: what it leaves unspecified is poison, the same in every call.
+    """
+    ways, one = (False, True) if question.op.outs or question.op.listed else (True,), OnePlan.of(subject)
+    return [call(question, one, given) for given in ways][::-1]
