@@ -39,7 +39,7 @@ def test_every_adopted_kernel_passes(nvidia: Report) -> None:
 
 
 def test_interpreting_takes_the_small_cases_and_says_what_it_leaves_out(nvidia: Report) -> None:
-    assert nvidia.profile == "interp"
+    assert nvidia.environment.profile == "interp"
     large = {
         v.case
         for v in nvidia.verdicts

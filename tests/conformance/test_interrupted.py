@@ -59,7 +59,13 @@ def command(*arguments: str) -> list[str]:
 def interrupted(folder: Path, *arguments: str) -> tuple[int, str, float]:
     """Start a run and interrupt it in its last case; return its status, output, and seconds until its end."""
     environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, text=True, env=environment) as run:
+    with subprocess.Popen(
+        command(*arguments),
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background shell ignores it
+    ) as run:
         end = time.monotonic() + 90
         while not (folder / "there").exists() and time.monotonic() < end:
             time.sleep(0.1)
