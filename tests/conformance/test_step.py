@@ -10,7 +10,7 @@ from plugin_package import installed, write
 
 from kimi_hal_conformance import suite
 from kimi_hal_conformance.schema import Report
-from kimi_hal_conformance.verdict import FAILED, PASSED
+from kimi_hal_conformance.verdict import FAILED, PASSED, Verdict
 
 IMPLEMENTATIONS = """
 FIELDS = {"prepare": "stepped_kernels:prepare", "size": "stepped_kernels:size"}
@@ -136,10 +136,16 @@ def test_a_step_is_prepared_before_every_call(report: Report) -> None:
 def test_a_byte_behind_the_workspace_is_a_canary(report: Report) -> None:
     found = [v for v in report.verdicts if v.implementation == "stepped.writes_past_workspace"]
     ran = [v for v in found if v.status != "not_run"]
-    assert {v.problems for v in ran} == {("memory around workspace was written",)}
+    assert {plain(v) for v in ran} == {"memory around workspace was written"}
 
 
 def test_nobody_clears_a_workspace(report: Report) -> None:
     found = [v for v in report.verdicts if v.implementation == "stepped.trusts_workspace"]
-    assert {v.problems for v in found if v.status == FAILED} == {("RuntimeError: the workspace is not zero",)}
+    assert {plain(v) for v in found if v.status == FAILED} == {"RuntimeError: the workspace is not zero"}
     assert PASSED not in {v.status for v in found}
+
+
+def plain(verdict: Verdict) -> str:
+    """Return the one problem, without the sentence about what was claimed."""
+    (problem,) = verdict.problems
+    return problem.rpartition(", but ")[2]
