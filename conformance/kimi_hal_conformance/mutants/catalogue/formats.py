@@ -92,8 +92,8 @@ ELEMENTS = (
     Mutant(
         id="nibbles_high_first",
         file=FLOATS,
-        old="pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=-1)",
-        new="pairs = torch.stack((values.repeat_interleave(16), values.repeat(16)), dim=-1)",
+        old="for value in (values[byte & 15], values[byte >> 4]))",
+        new="for value in (values[byte >> 4], values[byte & 15]))",
         breaks="The even element of a byte is read from its high nibble.",
         imitates="https://github.com/kekzl/imp/pull/567",
         passes="flashinfer-bench",
