@@ -180,11 +180,15 @@ class Silent(Group):
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_nothing_in_it_waits_for_a_value(protocol: str) -> None:
-    """Fake tensors have no values: a branch, a shape or an ``item()`` that needs one raises."""
+    """Fake tensors have no values: a branch, a shape or an ``item()`` that needs one raises.
+
+    Ranks agree once, with values, when it is made: before any graph is captured.
+    """
     dcp = DCP(world=4, interleave=4)
     spec = TopKMergeSpec(dcp=dcp, topk=8, protocol=protocol, score="bfloat16", return_global=False)
-    with FakeTensorMode():
-        merged = CapturedMerge(spec, Silent(4), Limits(max_rows=64, max_reqs=64), device="cpu")
+    merged = CapturedMerge(spec, Silent(4), Limits(max_rows=64, max_reqs=64), device="cpu")
+    with FakeTensorMode() as fake:
+        merged.flag = fake.from_tensor(merged.flag)
         operands = (
             torch.zeros(64, 8, dtype=torch.bfloat16),
             torch.zeros(64, 8, dtype=torch.int32),
