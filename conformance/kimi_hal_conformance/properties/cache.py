@@ -156,8 +156,7 @@ def state_transfer(modules: Modules) -> None:
         pool = torch.zeros(prefill.bytes, dtype=torch.uint8)
         filled(prefill.views(pool), rank, heads=4)
         pools.append(pool)
-    source = {g.name: [1] for g in prefill.groups}
-    target = {g.name: [2] for g in decode.groups}
+    source, target = {"tokens": [0], "kda": [1]}, {"tokens": [1], "kda": [2]}
     for rank in range(4):
         pool = torch.zeros(decode.bytes, dtype=torch.uint8)
         for peer, moves in pair.moves(rank, source, target).items():
