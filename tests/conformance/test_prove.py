@@ -253,7 +253,7 @@ def test_the_command_proves_and_writes_json(tmp_path: Path) -> None:
     assert (
         "killed by formats/e8m0-times-e2m1: AssertionError: NaN under scale code 255: got 4" in result.output
     )
-    assert "smallest input: row 0 of 3: outs bfloat16[2, 1, 3, 64], lses float32[2, 1, 3]" in result.output
+    assert "smallest input: row 0 of 3: outs bfloat16[3, 1, 1, 1], lses float32[3, 1, 1]" in result.output
     assert "2 of 2 mutants killed (quick)" in result.output
     found = msgspec.json.decode(path.read_bytes(), type=prove.Proof)
     assert [m.name for m in found.mutants] == list(names)
