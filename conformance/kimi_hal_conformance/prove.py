@@ -168,7 +168,7 @@ def run(wanted: Wanted, progress: Callable[[Killed], None] = lambda killed: None
     return Proof(
         schema=SCHEMA_VERSION,
         suite_version=__version__,
-        profile="quick" if wanted.quick else "standard",
+        profile=QUICK if wanted.quick else STANDARD,
         every=wanted.every,
         seed=wanted.seed,
         seconds=time.perf_counter() - start,
