@@ -32,6 +32,7 @@ def run(path: Path, *options: str) -> list[tuple[str, str, tuple[str, ...]]]:
     return [(v.case, v.status, v.problems) for v in read(path.read_bytes()).verdicts]
 
 
+@pytest.mark.full  # in a simulator, longer than the part's share
 @pytest.mark.timeout(2700)
 def test_the_kernels_keep_the_contract_interpreted(tmp_path: Path) -> None:
     verdicts = run(tmp_path / "report.json", "--execution", "interpreted", "--profile", "interp")

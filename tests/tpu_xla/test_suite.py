@@ -25,6 +25,7 @@ def run(path: Path, *options: str) -> list[tuple[str, str, str]]:
     return [(v.case, v.implementation, v.status) for v in read(path.read_bytes()).verdicts]
 
 
+@pytest.mark.full  # some 600 cases, longer than the part's share
 @pytest.mark.timeout(2700)
 def test_the_programs_keep_the_contract(tmp_path: Path) -> None:
     verdicts = run(tmp_path / "report.json", "--implementation", "tpu.xla", "--profile", "interp")
