@@ -29,20 +29,26 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 def measure(arguments: tuple[str, ...]) -> dict[str, float | str]:
-    """Run the suite once; return what it took and its last line."""
+    """Run the suite once; return what it took and its last line.
+
+    Raises:
+        RuntimeError: it did not pass, so that its time means nothing.
+    """
     command = [sys.executable, "-m", "kimi_hal.cli.main", "conformance", *arguments]
     start, peak = time.perf_counter(), 0
     with TemporaryFile("w+") as said:
         process = subprocess.Popen(command, stdout=said, env=os.environ | ENVIRONMENT)
         while True:
-            ended, _, usage = os.wait4(process.pid, os.WNOHANG)  # of those that it has waited for, too
+            ended, status, usage = os.wait4(process.pid, os.WNOHANG)  # of those that it has waited for, too
             if ended:
                 break
             peak = max(peak, sum(map(resident, descendants(process.pid))))
             time.sleep(INTERVAL)
-        process.returncode = 0  # it is gone
+        process.returncode = os.waitstatus_to_exitcode(status)
         said.seek(0)
         lines = said.read().strip().splitlines()
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(arguments)} ended with status {process.returncode}: {lines[-3:]}")
     return {
         "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1),
         "wall_seconds": round(time.perf_counter() - start, 1),
