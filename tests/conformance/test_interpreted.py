@@ -47,7 +47,7 @@ def test_interpreting_takes_the_small_cases_and_says_what_it_leaves_out(nvidia: 
     }
     assert "kda_decode/tp8/rows6" in large
     assert "topk_merge/compact/world8-interleave64/ties" in large
-    assert "merge_attn_states/parts8/heads96/dim512/bfloat16/rows7" in large
+    assert "merge_attn_states/parts8/heads12/dim512/bfloat16/rows7" in large
 
 
 def test_ranks_of_a_loopback_group_meet_in_kernels(nvidia: Report) -> None:
