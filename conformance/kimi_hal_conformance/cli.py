@@ -117,6 +117,7 @@ def run(
     from kimi_hal_conformance.cases import load
     from kimi_hal_conformance.compiling import run as compiled
     from kimi_hal_conformance.progress import Progress
+    from kimi_hal_conformance.request import Request
     from kimi_hal_conformance.schema import INTERRUPTED
 
     compiling.refuse(ctx, compile_only)
@@ -125,7 +126,7 @@ def run(
     load()
     try:
         waived = waivers.read(waivers_path) if waivers_path else ()
-        request = suite.Request(
+        request = Request(
             backend,
             execution,
             profile or "",

@@ -18,7 +18,7 @@ from rich.console import Console
 from kimi_hal.dispatch.contract import Probe
 from kimi_hal.dispatch.loader import Loaded, load
 from kimi_hal.settings import Settings
-from kimi_hal_conformance.suite import lacking
+from kimi_hal_conformance.schedule import lacking
 
 BIN = Path(sys.executable).parent
 #: Columns where nobody looks at a terminal: in a log or a pipe.

@@ -16,8 +16,8 @@ from kimi_hal_conformance.asked import AskedError, Seconds
 from kimi_hal_conformance.show import stored
 
 if TYPE_CHECKING:
+    from kimi_hal_conformance.request import Request
     from kimi_hal_conformance.schema import Report
-    from kimi_hal_conformance.suite import Request
     from kimi_hal_conformance.verdict import Measure, Verdict
 
 
@@ -84,7 +84,7 @@ def replay(
 
 def named(case: str, given: Given) -> Iterator[Request]:
     """Yield what a command line alone asks for."""
-    from kimi_hal_conformance.suite import Request
+    from kimi_hal_conformance.request import Request
 
     if given.backend is None:
         raise click.UsageError("say which backend is to be tried: --backend NAME, or --report FILE")
@@ -101,7 +101,7 @@ def named(case: str, given: Given) -> Iterator[Request]:
 
 def from_report(case: str, given: Given, report: Report, path: Path) -> Iterator[Request]:
     """Yield what a report asks for: the case of every implementation that did not pass it, else of all."""
-    from kimi_hal_conformance.suite import COMMAND
+    from kimi_hal_conformance.conclusions import COMMAND
     from kimi_hal_conformance.verdict import AGAINST, WAIVED
 
     mine = [v for v in report.verdicts if v.case == case and given.implementation in (None, v.implementation)]

@@ -12,11 +12,14 @@ import pytest
 from kimi_hal.dispatch.loader import load as load_plugins
 from kimi_hal.errors import KimiHalError, unknown
 from kimi_hal.settings import EXECUTIONS, Settings
-from kimi_hal_conformance import suite
 from kimi_hal_conformance.case import PROFILES
 from kimi_hal_conformance.cases import load
+from kimi_hal_conformance.conclusions import UNTESTED, replay
+from kimi_hal_conformance.conditions import child_environment
 from kimi_hal_conformance.lane import Lane
 from kimi_hal_conformance.messages import Batch
+from kimi_hal_conformance.request import Request
+from kimi_hal_conformance.schedule import Schedule, batch, schedules
 from kimi_hal_conformance.verdict import PASSED, REFUSED, Verdict
 
 #: What a test's report carries, also from a process of pytest-xdist: status, and of how many of whose cases.
@@ -71,13 +74,13 @@ class Session:
             registry = load_plugins(Settings(backend=self.request.backend))
             loaded = registry.get(self.request.backend)
             probe = registry.probe(self.request.backend)
-            trials = list(suite.on_trial(loaded, probe, self.request))
+            trials = list(schedules(loaded, probe, self.request))
         except KimiHalError as error:
             raise pytest.UsageError(str(error)) from error
         return [
             item
             for trial in trials
-            for item in _items(trial, suite.batch(trial, loaded, self.request) if trial.cases else None)
+            for item in _items(trial, batch(trial, loaded, self.request) if trial.cases else None)
         ]
 
     def verdict(self, item: Item) -> Verdict:
@@ -96,13 +99,13 @@ class Session:
             self.stop()
             raise
         self._coming.pop(0)
-        return msgspec.structs.replace(found, replay=suite.replay(found, self.request))
+        return msgspec.structs.replace(found, replay=replay(found, self.request))
 
     def _open(self, item: Item) -> None:
         """Start a batch with this case, and with the rest of its implementation's that are selected."""
         if self._coming or self._lane is None:  # what was under way is not wanted any more
             self.stop()
-            self._lane = Lane(suite.child_environment(self.request))
+            self._lane = Lane(child_environment(self.request))
         self._coming = [item]
         if item in self._order and not self._alone:  # a process of pytest-xdist is told its share bit by bit
             rest = self._order[self._order.index(item) :]
@@ -166,7 +169,7 @@ def objections(statuses: Mapping[str, Counter[str]], sizes: Mapping[str, int]) -
         yield "nothing passed, so nothing is proven"
     for trial, counts in statuses.items():
         if counts[REFUSED] == sizes.get(trial, 0) > 0:
-            yield f"{trial}: {suite.UNTESTED}"
+            yield f"{trial}: {UNTESTED}"
 
 
 def told(verdict: Verdict) -> str:
@@ -177,7 +180,7 @@ def told(verdict: Verdict) -> str:
     return "\n".join(lines)
 
 
-def _items(trial: suite.Trial, batch: Batch | None) -> Iterator[Item]:
+def _items(trial: Schedule, batch: Batch | None) -> Iterator[Item]:
     name = f"{trial.implementation.operator} {trial.full_name}"
     base = Item("", name, len(trial.cases), None)
     for case in trial.cases:
@@ -187,7 +190,7 @@ def _items(trial: suite.Trial, batch: Batch | None) -> Iterator[Item]:
         yield replace(base, case=left_out, reason=reason)
 
 
-def _request(config: pytest.Config) -> suite.Request:
+def _request(config: pytest.Config) -> Request:
     """Return what is asked for.
 
     Raises:
@@ -201,7 +204,7 @@ def _request(config: pytest.Config) -> suite.Request:
     for option, names in known.items():
         if given(option) not in names:
             raise pytest.UsageError(str(unknown(option, given(option), [n for n in names if n])))
-    return suite.Request(
+    return Request(
         given("backend"),
         given("execution"),
         given("profile"),

@@ -14,6 +14,7 @@ from plugin_package import installed, write
 from recorded_device import RecordedDevice
 
 from kimi_hal_conformance import levels, suite
+from kimi_hal_conformance.request import Request
 from kimi_hal_conformance.schema import Report
 from kimi_hal_conformance.verdict import FAILED, PASSED, Verdict
 
@@ -205,7 +206,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Report]:
     folder = tmp_path_factory.mktemp("captive")
     shutil.copy(recorded_device.__file__, folder)  # for the processes of the implementations
     write(folder, "captive", IMPLEMENTATIONS, KERNELS, device="recorded_device:RecordedDevice")
-    asked = suite.Request("captive", only=(MERGE, SELECT, STORE))
+    asked = Request("captive", only=(MERGE, SELECT, STORE))
     with installed(folder):
         yield once(tmp_path_factory, "captive", lambda: suite.run(asked))
 
@@ -263,7 +264,7 @@ def test_level_4_is_reached_or_failed_by_capture_alone(steps: dict[str, tuple[st
 def test_a_device_without_graphs_leaves_level_4_untested(tmp_path: Path) -> None:
     write(tmp_path, "hosted", IMPLEMENTATIONS.replace("captive", "hosted"), KERNELS)
     with installed(tmp_path):
-        found = suite.run(suite.Request("hosted", only=(MERGE,), implementation="hosted.merge"))
+        found = suite.run(Request("hosted", only=(MERGE,), implementation="hosted.merge"))
     (verdict,), (tested,) = found.verdicts, found.implementations
     assert verdict.status == PASSED
     assert verdict.untried["capture"] == "the device has no graphs"

@@ -25,6 +25,7 @@ from kimi_hal_conformance.claims.made import Made, case
 from kimi_hal_conformance.claims.values import tried
 from kimi_hal_conformance.claims.walk import ALL, Walk, walk
 from kimi_hal_conformance.operands import RECIPES
+from kimi_hal_conformance.request import Request
 from kimi_hal_conformance.schema import Report
 from kimi_hal_conformance.verdict import FAILED, PASSED, REFUSED, Verdict
 
@@ -248,7 +249,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Report]:
     folder = tmp_path_factory.mktemp("claims")
     write(folder, "boasts", IMPLEMENTATIONS, KERNELS)
     with installed(folder):
-        yield once(tmp_path_factory, "boasts", lambda: suite.run(suite.Request("boasts", undeclared=True)))
+        yield once(tmp_path_factory, "boasts", lambda: suite.run(Request("boasts", undeclared=True)))
 
 
 def of(report: Report, name: str) -> list[Verdict]:
@@ -292,13 +293,13 @@ def test_a_claims_case_can_be_replayed(report: Report) -> None:
     failed = next(v for v in of(report, "bold") if v.status == FAILED)
     assert failed.case in failed.replay
     assert "--implementation boasts.bold" in failed.replay
-    again = suite.run(suite.Request("boasts", only=(failed.case,), implementation="boasts.bold"))
+    again = suite.run(Request("boasts", only=(failed.case,), implementation="boasts.bold"))
     assert [(v.case, v.status) for v in again.verdicts] == [(failed.case, FAILED)]
 
 
 def test_an_id_that_no_claim_stands_behind_is_an_error(report: Report) -> None:
     with pytest.raises(UnknownNameError) as error:
-        suite.run(suite.Request("boasts", only=("merge_attn_states/claims/00000000",)))
+        suite.run(Request("boasts", only=("merge_attn_states/claims/00000000",)))
     assert str(error.value) == (
         "no implementation of boasts that is on trial claims what 'merge_attn_states/claims/00000000' "
         "stands for; run its profile again for the ids of its claims"

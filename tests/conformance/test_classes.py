@@ -22,6 +22,7 @@ from kimi_hal_conformance.classes import DERIVATIONS, attention, chunked, derive
 from kimi_hal_conformance.classes.experts import F64
 from kimi_hal_conformance.judging import judged
 from kimi_hal_conformance.oracle import Answer, Question, answer
+from kimi_hal_conformance.request import Request
 from kimi_hal_conformance.schema import Report
 from kimi_hal_conformance.trial import Declared
 from kimi_hal_conformance.verdict import FAILED, PASSED, Measure, Verdict
@@ -319,9 +320,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Report]:
     folder = tmp_path_factory.mktemp("rounds")
     write(folder, "rounds", IMPLEMENTATIONS, KERNELS)
     with installed(folder):
-        yield once(
-            tmp_path_factory, "rounds", lambda: suite.run(suite.Request("rounds", only=RUN, repeats=0))
-        )
+        yield once(tmp_path_factory, "rounds", lambda: suite.run(Request("rounds", only=RUN, repeats=0)))
 
 
 def of(report: Report, name: str) -> dict[str, Verdict]:

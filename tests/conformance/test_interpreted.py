@@ -6,6 +6,7 @@ import pytest
 from conformance_runs import once
 
 from kimi_hal_conformance import suite
+from kimi_hal_conformance.request import Request
 from kimi_hal_conformance.schema import Report
 from kimi_hal_conformance.verdict import NOT_RUN, PASSED, REFUSED
 
@@ -26,7 +27,7 @@ RANKS = (
 
 @pytest.fixture(scope="module")
 def nvidia(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    request = suite.Request("nvidia", execution="interpreted")
+    request = Request("nvidia", execution="interpreted")
     return once(tmp_path_factory, "nvidia", lambda: suite.run(request))
 
 
@@ -58,13 +59,13 @@ def test_ranks_of_a_loopback_group_meet_in_kernels(nvidia: Report) -> None:
 
 
 def test_a_composition_whose_parts_are_missing_says_which() -> None:
-    report = suite.run(suite.Request("amd", execution="interpreted", only=("kda_layer_decode/tp32/rows1",)))
+    report = suite.run(Request("amd", execution="interpreted", only=("kda_layer_decode/tp32/rows1",)))
     assert [v.problems for v in report.verdicts] == [("amd does not implement its parts: kda_conv",)]
     assert not report.ok
 
 
 def test_a_composition_whose_parts_are_missing_names_no_profile_that_would_have_it() -> None:
-    report = suite.run(suite.Request("amd", execution="interpreted", operators=("kda_layer_decode",)))
+    report = suite.run(Request("amd", execution="interpreted", operators=("kda_layer_decode",)))
     said = {problem for v in report.verdicts for problem in v.problems}
     assert said == {"amd does not implement its parts: kda_conv"}
 
@@ -72,7 +73,7 @@ def test_a_composition_whose_parts_are_missing_names_no_profile_that_would_have_
 def test_an_implementation_whose_library_is_missing_is_not_run() -> None:
     """TPU's libraries have environments of their own; a composition lacks what all candidates for a part lack."""
     cases = ("kda_gate/odd/rows9", "kda_layer_decode/tp32/rows1")
-    report = suite.run(suite.Request("tpu", execution="interpreted", only=cases))
+    report = suite.run(Request("tpu", execution="interpreted", only=cases))
     missing = "torch_xla is not installed; it needs torch_xla>=2.9,<2.10"
     assert [(v.implementation, v.status, v.problems) for v in report.verdicts] == [
         ("tpu.xla", "not_run", (missing,)),
@@ -90,6 +91,6 @@ def test_other_backends_adopt_the_same_kernels(backend: str) -> None:
         "merge_attn_states/parts3/heads5/dim130/bfloat16/rows7",
         *RANKS,
     )
-    report = suite.run(suite.Request(backend, execution="interpreted", only=cases))
+    report = suite.run(Request(backend, execution="interpreted", only=cases))
     assert [(v.case, v.problems) for v in report.verdicts if v.status != PASSED] == []
     assert len(report.verdicts) == len(cases)

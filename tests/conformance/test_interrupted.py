@@ -18,6 +18,7 @@ from plugin_package import installed, write
 from kimi_hal_conformance import suite
 from kimi_hal_conformance.cli import cli
 from kimi_hal_conformance.report import summary
+from kimi_hal_conformance.request import Request
 from kimi_hal_conformance.schema import INTERRUPTED, read
 from kimi_hal_conformance.verdict import NOT_RUN, PASSED
 
@@ -90,7 +91,7 @@ def test_an_interrupted_run_leaves_what_it_found_and_is_gone_on_from(folder: Pat
     assert "is NOT proven: the run was interrupted: 2 passed, 1 not run" in summary(found)
     (folder / "on").touch()
     tried: list[str] = []
-    request = suite.Request("patience", only=CASES, resume=found)
+    request = Request("patience", only=CASES, resume=found)
     rest = suite.run(request, lambda v: tried.append(v.case))
     assert tried == [CASES[2]]
     assert rest.ok

@@ -9,6 +9,7 @@ from conformance_runs import once
 from plugin_package import installed, write
 
 from kimi_hal_conformance import levels, suite
+from kimi_hal_conformance.request import Request
 from kimi_hal_conformance.schema import Report
 from kimi_hal_conformance.verdict import FAILED, PASSED, Verdict
 
@@ -74,7 +75,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Report]:
     folder = tmp_path_factory.mktemp("promiser")
     write(folder, "promiser", IMPLEMENTATIONS, KERNELS)
     with installed(folder):
-        yield once(tmp_path_factory, "promiser", lambda: suite.run(suite.Request("promiser", only=(CASE,))))
+        yield once(tmp_path_factory, "promiser", lambda: suite.run(Request("promiser", only=(CASE,))))
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from plugin_package import installed, write
 
+from kimi_hal_conformance.conclusions import UNTESTED
 from kimi_hal_conformance.sessions import objections, told
-from kimi_hal_conformance.suite import UNTESTED
 from kimi_hal_conformance.verdict import CRASHED, NOT_RUN, PASSED, REFUSED, Verdict
 
 KERNELS = """

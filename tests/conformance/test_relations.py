@@ -9,6 +9,7 @@ from conformance_runs import once
 from plugin_package import installed, write
 
 from kimi_hal_conformance import suite
+from kimi_hal_conformance.request import Request
 from kimi_hal_conformance.schema import Report
 from kimi_hal_conformance.verdict import FAILED, PASSED, Verdict
 
@@ -182,7 +183,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Report]:
     folder = tmp_path_factory.mktemp("related")
     write(folder, "related", IMPLEMENTATIONS, KERNELS.replace("{BIAS}", "4.5e-7"))
     with installed(folder):
-        yield once(tmp_path_factory, "related", lambda: suite.run(suite.Request("related", only=CASES)))
+        yield once(tmp_path_factory, "related", lambda: suite.run(Request("related", only=CASES)))
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from kimi_hal.errors import KimiHalError
 from kimi_hal_conformance import resume, suite
 from kimi_hal_conformance.cli import cli
 from kimi_hal_conformance.report import write_json
+from kimi_hal_conformance.request import Request
 from kimi_hal_conformance.schema import Report
 from kimi_hal_conformance.verdict import FAILED, PASSED
 
@@ -45,13 +46,13 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory, plugin: None) -> Report:
-    return once(tmp_path_factory, "again", lambda: suite.run(suite.Request("again", only=CASES)))
+    return once(tmp_path_factory, "again", lambda: suite.run(Request("again", only=CASES)))
 
 
 def again(earlier: Report, only: tuple[str, ...] = CASES, seed: int = 0) -> tuple[Report, list[str]]:
     """Return the report of a run that goes on, and what it tried."""
     tried: list[str] = []
-    request = suite.Request("again", only=only, resume=earlier, seed=seed)
+    request = Request("again", only=only, resume=earlier, seed=seed)
     found = suite.run(request, lambda v: tried.append(f"{v.implementation} {v.case}"))
     return found, tried
 

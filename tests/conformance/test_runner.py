@@ -13,6 +13,7 @@ from conformance_runs import once
 from plugin_package import installed, write
 
 from kimi_hal_conformance import lane, suite
+from kimi_hal_conformance.request import Request
 from kimi_hal_conformance.schema import Report
 from kimi_hal_conformance.verdict import CRASHED, FAILED, HUNG, NOT_RUN, PASSED, REFUSED, Verdict
 
@@ -224,7 +225,7 @@ def acme(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def report(acme: Path, tmp_path_factory: pytest.TempPathFactory) -> Report:
-    return once(tmp_path_factory, "acme", lambda: suite.run(suite.Request("acme", only=(CASE,), limit=2.0)))
+    return once(tmp_path_factory, "acme", lambda: suite.run(Request("acme", only=(CASE,), limit=2.0)))
 
 
 @pytest.fixture(scope="module")
@@ -367,26 +368,26 @@ def test_a_failure_is_cut_down_to_a_row_and_what_is_lost_is_not(verdicts: dict[s
 
 
 def test_a_part_that_ends_the_process_leaves_the_verdict_and_the_next_case() -> None:
-    found = suite.run(suite.Request("acme", only=[CASE, OTHERS[2]], implementation="acme.brittle"))
+    found = suite.run(Request("acme", only=[CASE, OTHERS[2]], implementation="acme.brittle"))
     assert [v.status for v in found.verdicts] == [FAILED, CRASHED]
     assert found.verdicts[0].input == ("the whole case: the process that looked for a smaller one was lost")
 
 
 def test_the_run_goes_on_after_a_crash() -> None:
-    found = suite.run(suite.Request("acme", only=OTHERS, implementation="acme.fragile", seed=7))
+    found = suite.run(Request("acme", only=OTHERS, implementation="acme.fragile", seed=7))
     assert [v.status for v in found.verdicts] == [CRASHED, PASSED, CRASHED, PASSED]
     assert [v.case for v in found.verdicts] == OTHERS
     assert found.verdicts[0].replay.endswith("--seed 7")
 
 
 def test_after_three_lost_cases_the_rest_is_not_tried() -> None:
-    found = suite.run(suite.Request("acme", only=[*OTHERS, CASE], implementation="acme.exits"))
+    found = suite.run(Request("acme", only=[*OTHERS, CASE], implementation="acme.exits"))
     assert [v.status for v in found.verdicts] == [CRASHED, CRASHED, CRASHED, NOT_RUN, NOT_RUN]
     assert found.verdicts[3].problems == ("not tried: the 3 cases before it were lost",)
 
 
 def test_an_implementation_that_refuses_every_case_does_not_conform() -> None:
-    found = suite.run(suite.Request("acme", profile="interp", implementation="acme.elsewhere"))
+    found = suite.run(Request("acme", profile="interp", implementation="acme.elsewhere"))
     last = found.verdicts[-1]
     assert (last.case, last.status) == ("merge_attn_states/*", FAILED)
     assert last.problems == (
@@ -400,6 +401,6 @@ def test_device_hooks_that_raise_fail_every_case(tmp_path: Path) -> None:
     one = 'IMPLEMENTATIONS = (covering("merge_attn_states", "right"),)'
     write(tmp_path, "hookless", one, kernels, device="hookless_kernels:Device")
     with installed(tmp_path):
-        found = suite.run(suite.Request("hookless", only=OTHERS[:2]))
+        found = suite.run(Request("hookless", only=OTHERS[:2]))
     problem = "the device hooks hookless_kernels:Device raised OSError: no driver"
     assert [(v.status, v.problems) for v in found.verdicts] == [(FAILED, (problem,))] * 2

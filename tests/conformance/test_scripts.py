@@ -9,6 +9,7 @@ from conformance_runs import once
 from plugin_package import installed, write
 
 from kimi_hal_conformance import suite
+from kimi_hal_conformance.request import Request
 from kimi_hal_conformance.schema import Report
 from kimi_hal_conformance.verdict import FAILED, PASSED, Verdict
 
@@ -136,7 +137,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Report]:
     folder = tmp_path_factory.mktemp("scripted")
     write(folder, "scripted", IMPLEMENTATIONS, KERNELS)
     with installed(folder):
-        yield once(tmp_path_factory, "scripted", lambda: suite.run(suite.Request("scripted", only=CASES)))
+        yield once(tmp_path_factory, "scripted", lambda: suite.run(Request("scripted", only=CASES)))
 
 
 def on(report: Report, name: str) -> dict[str, Verdict]:

@@ -9,6 +9,7 @@ from conformance_runs import once
 from plugin_package import installed, write
 
 from kimi_hal_conformance import suite
+from kimi_hal_conformance.request import Request
 from kimi_hal_conformance.schema import Report
 from kimi_hal_conformance.verdict import FAILED, PASSED, Verdict
 
@@ -118,7 +119,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Report]:
     folder = tmp_path_factory.mktemp("stepped")
     write(folder, "stepped", IMPLEMENTATIONS, KERNELS)
     with installed(folder):
-        yield once(tmp_path_factory, "stepped", lambda: suite.run(suite.Request("stepped", profile="interp")))
+        yield once(tmp_path_factory, "stepped", lambda: suite.run(Request("stepped", profile="interp")))
 
 
 def test_a_step_is_prepared_before_every_call(report: Report) -> None:

@@ -16,6 +16,7 @@ from plugin_package import installed, write
 
 from kimi_hal_conformance import schema, suite, waivers
 from kimi_hal_conformance.cli import cli
+from kimi_hal_conformance.request import Request
 from kimi_hal_conformance.schema import Report
 from kimi_hal_conformance.verdict import CRASHED, FAILED, PASSED, Verdict
 
@@ -191,7 +192,7 @@ def liar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def verdicts(liar: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verdict]:
-    report: Report = once(tmp_path_factory, "liar", lambda: suite.run(suite.Request("liar", only=(CASE,))))
+    report: Report = once(tmp_path_factory, "liar", lambda: suite.run(Request("liar", only=(CASE,))))
     return {v.implementation.partition(".")[2]: v for v in report.verdicts}
 
 

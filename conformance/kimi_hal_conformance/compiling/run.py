@@ -21,9 +21,10 @@ from kimi_hal.dispatch.loader import Loaded, candidates
 from kimi_hal.dispatch.loader import load as load_plugins
 from kimi_hal.errors import UnknownNameError, unknown
 from kimi_hal.settings import VARIABLES, Settings
-from kimi_hal_conformance import __version__, suite
+from kimi_hal_conformance import __version__, schedule
 from kimi_hal_conformance.compiling.lane import CompileLane
 from kimi_hal_conformance.compiling.order import ALL, PREFIX, Order, said
+from kimi_hal_conformance.conditions import HOST_LANES, cores, versions
 from kimi_hal_conformance.schema import Environment, Report, compose
 from kimi_hal_conformance.verdict import NOT_RUN, Verdict
 
@@ -91,7 +92,7 @@ def run(request: CompileRequest, progress: Callable[[Verdict], None] = lambda ve
             profile=EXECUTION,
             seed=0,
             repeats=0,
-            versions=suite.versions(loaded, probe),
+            versions=versions(loaded, probe),
             devices=tuple(probe.devices),
             python=platform.python_version(),
             platform=platform.platform(),
@@ -99,7 +100,7 @@ def run(request: CompileRequest, progress: Callable[[Verdict], None] = lambda ve
             seconds=time.perf_counter() - begin,
             limited_to=request.limited_to,
         ),
-        on_trial=tuple(suite.on_record(t, loaded) for t in on_trial(loaded, request)),
+        on_trial=tuple(schedule.on_record(i, loaded) for i in on_trial(loaded, request)),
         not_implemented=tuple(op for op in ops.OPERATORS if not candidates(loaded, op)),
         verdicts=[msgspec.structs.replace(v, replay=replay(v, request)) for v in verdicts],
     )
@@ -119,38 +120,31 @@ def chosen(loaded: Loaded, request: CompileRequest) -> tuple[Target, ...]:
     return tuple(t for t in known.values() if not request.targets or t.name in request.targets)
 
 
-def on_trial(loaded: Loaded, request: CompileRequest) -> Iterator[suite.Trial]:
+def on_trial(loaded: Loaded, request: CompileRequest) -> Iterator[Implementation]:
     """Yield every implementation that is asked for, by operator."""
-    every = [(op, i) for op in ops.OPERATORS for i in candidates(loaded, op)]
-    known = {f"{loaded.name}.{i.name}" for _, i in every}
-    if request.implementation and request.implementation not in known:
-        raise unknown(f"implementation of {loaded.name}", request.implementation, known)
     named = {parts(case)[0] for case in request.only}
-    asked = {ops.get(name).name for name in request.operators}
-    for operator, implementation in every:
-        name = f"{loaded.name}.{implementation.name}"
-        wanted = (not named or operator in named) and (not asked or operator in asked)
-        if request.implementation in ("", name) and wanted:
-            yield suite.Trial(implementation, name, (), ())
+    for implementation in schedule.chosen(loaded, request.implementation, request.operators):
+        if not named or implementation.operator in named:
+            yield implementation
 
 
 def orders(loaded: Loaded, targets: Sequence[Target], request: CompileRequest) -> Iterator[tuple[Order, str]]:
     """Yield what is compiled, and what is not with the reason."""
-    for trial in on_trial(loaded, request):
+    for implementation in on_trial(loaded, request):
         for target in targets:
-            only = kernels(request.only, trial.implementation.operator, target, targets)
+            only = kernels(request.only, implementation.operator, target, targets)
             if request.only and not only:
                 continue
             order = Order(
-                operator=trial.implementation.operator,
-                implementation=trial.full_name,
-                function=trial.implementation.compile or "",
+                operator=implementation.operator,
+                implementation=schedule.full_name(implementation, loaded),
+                function=implementation.compile or "",
                 target=target,
                 limit=request.limit or LIMIT,
                 strict=request.strict,
                 only=only,
             )
-            yield order, left_out(trial.implementation, target)
+            yield order, left_out(implementation, target)
 
 
 def left_out(implementation: Implementation, target: Target) -> str:
@@ -225,7 +219,7 @@ def compile_all(
 
 def lanes(request: CompileRequest) -> int:
     """Return how many processes run at once."""
-    return request.lanes or min(suite.HOST_LANES, suite.cores())
+    return request.lanes or min(HOST_LANES, cores())
 
 
 def child_environment(request: CompileRequest, cache: str) -> dict[str, str]:
