@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kimi_hal.dispatch import composed, matching
-from kimi_hal.dispatch.contract import Backend, Capability, Implementation, Preference, Probe
+from kimi_hal.dispatch.contract import Backend, Capability, Implementation, Preference, Probe, Split
 from kimi_hal.dispatch.loader import Loaded, Registry, candidates
 from kimi_hal.dispatch.matching import Target
 from kimi_hal.dispatch.wish import REFERENCE, Request, Wish
@@ -30,6 +30,7 @@ class Candidate:
         measured: where that rank comes from.
         numerics: classes of rounding beyond the contract.
         conforming: its tie rule is the contract's.
+        split: which compute unit does what, by architecture.
     """
 
     full_name: str
@@ -40,10 +41,13 @@ class Candidate:
     measured: str = ""
     numerics: tuple[str, ...] = ()
     conforming: bool = True
+    split: tuple[Split, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-ready values."""
-        return asdict(self) | {"refusals": list(self.refusals), "numerics": list(self.numerics)}
+        split = {arch: dict(item.parts) for item in self.split for arch in item.arch}
+        own = asdict(replace(self, split=()))
+        return own | {"refusals": list(self.refusals), "numerics": list(self.numerics), "split": split}
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,7 @@ class Assessment:
             measured=self.preference.measured if self.preference else "",
             numerics=self.implementation.numerics,
             conforming=self.conforming,
+            split=self.implementation.split,
         )
 
 

@@ -29,6 +29,7 @@ __all__ = [
     "Properties",
     "Range",
     "Sizes",
+    "Split",
     "Target",
     "TensorCap",
 ]
@@ -142,6 +143,19 @@ class Sizes:
 
 
 @dataclass(frozen=True)
+class Split:
+    """Which compute unit does what, where a device has several kinds; for a reader, nothing is chosen by it.
+
+    Args:
+        arch: architectures on which it is so; ``"*"``: on all.
+        parts: compute unit -> what it does, a verb first (``{"scalar unit": "translates positions"}``).
+    """
+
+    arch: tuple[str, ...]
+    parts: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class Implementation:
     """One way to compute one operator.
 
@@ -163,6 +177,7 @@ class Implementation:
         version: of a wrapped library; ``""`` = the plugin's.
         compile: optional; ``compile(target: Target)`` returns the ``Kernel`` descriptions that it launches there,
             which are compiled where the device is not (``kimi-hal conformance run --compile-only``).
+        split: which compute unit does what, by architecture (``kimi-hal explain``); ``()`` = there is one kind.
     """
 
     operator: str
@@ -180,6 +195,7 @@ class Implementation:
     numerics: tuple[str, ...] = ()
     version: str = ""
     compile: str | None = None
+    split: tuple[Split, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ class Explanation:
     def __str__(self) -> str:
         head = f"{self.operator} on {self.device}: {self.chosen or 'nothing fits'}"
         lines = [head, f"  why: {self.why}"]
-        lines += [_line(c) for c in self.candidates]
+        lines += [line for c in self.candidates for line in (_line(c), *_split(c))]
         lines += [f"  plugin {name}: {why}" for name, why in self.failures.items()]
         return "\n".join(lines)
 
@@ -127,3 +127,12 @@ def _line(candidate: Candidate) -> str:
     if candidate.chosen:
         return f"  {candidate.full_name}: chosen"
     return f"  {candidate.full_name}: {'; '.join(candidate.refusals) or 'fits'}"
+
+
+def _split(candidate: Candidate) -> list[str]:
+    """Return a line for each way in which compute units share the work."""
+    lines = []
+    for item in candidate.split:
+        where = "on any" if item.arch == ("*",) else f"on {', '.join(item.arch)}"
+        lines.append(f"    {where}: " + "; ".join(f"{unit} {part}" for unit, part in item.parts.items()))
+    return lines

@@ -16,6 +16,7 @@ from kimi_hal.dispatch.contract import (
     Preference,
     Probe,
     Properties,
+    Split,
     Target,
     TensorCap,
 )
@@ -121,6 +122,7 @@ def _implementation(item: Implementation) -> Iterator[str]:
         return
     for i, capability in enumerate(item.capabilities):
         yield from (f"capabilities[{i}]: {p}" for p in _capability(item.operator, capability))
+    yield from _splits(item)
     for i, preference in enumerate(item.preferences):
         yield from (f"preferences[{i}]: {p}" for p in _preference(item.operator, preference))
 
@@ -147,6 +149,30 @@ def _capability(operator: str, item: Capability) -> Iterator[str]:
             yield f"requires[{name!r}]: {problem}"
     if item.checkpoint_multiple < 1:
         yield f"checkpoint_multiple must be 1 or more, got {item.checkpoint_multiple}"
+
+
+def _splits(item: Implementation) -> Iterator[str]:
+    """Yield splits that say nothing, that contradict each other, or for what no capability covers."""
+    covered = {arch for capability in item.capabilities for arch in _names(capability.arch)}
+    seen: set[str] = set()
+    for i, split in enumerate(item.split):
+        where = f"split[{i}]"
+        wrong = list(_types("Split", split, Split))
+        yield from (f"{where}: {problem}" for problem in wrong)
+        if wrong:
+            continue
+        if not split.arch or not split.parts:
+            yield f"{where}: it needs architectures and what each compute unit does there"
+        for arch in split.arch:
+            if arch in seen:
+                yield f"{where}: {arch!r} has a split already"
+            elif arch not in covered and "*" not in (arch, *covered):
+                yield f"{where}: no capability covers {arch!r}{nearest(arch, covered)}"
+            seen.add(arch)
+
+
+def _names(arch: Any) -> tuple[str, ...]:
+    return tuple(a for a in arch if isinstance(a, str)) if isinstance(arch, tuple) else ()
 
 
 def _preference(operator: str, item: Preference) -> Iterator[str]:

@@ -8,7 +8,7 @@ import pytest
 from fake_plugins import FP8, GONE, LIMITS, SPEC, capability, implementation
 
 import kimi_hal
-from kimi_hal.dispatch.contract import Preference
+from kimi_hal.dispatch.contract import Preference, Split
 from kimi_hal.dispatch.explain import explain
 from kimi_hal.dispatch.hookspecs import hookimpl
 from kimi_hal.domain import Range
@@ -54,6 +54,7 @@ def test_the_data_is_json_with_every_reason(plugins):
             "measured": "A2, 2026-11-29",
             "numerics": [],
             "conforming": True,
+            "split": {},
         },
         {
             "full_name": "acme.narrow",
@@ -68,6 +69,7 @@ def test_the_data_is_json_with_every_reason(plugins):
             "measured": "",
             "numerics": ["attn.p=bf16"],
             "conforming": True,
+            "split": {},
         },
         {
             "full_name": "reference.torch",
@@ -78,8 +80,35 @@ def test_the_data_is_json_with_every_reason(plugins):
             "measured": "",
             "numerics": [],
             "conforming": True,
+            "split": {},
         },
     ]
+
+
+def test_what_each_compute_unit_does_is_said_by_architecture(plugins):
+    tensor, scalar = (
+        {"tensor unit": "attends", "gather unit": "fetches rows"},
+        {"tensor unit": "does all of it"},
+    )
+    splits = (Split(("acme2", "acme3"), tensor), Split(("acme1",), scalar))
+    covering = (capability(arch=("acme1", "acme2", "acme3")),)
+    plugins.add("acme", implementation("fast", capabilities=covering, split=splits))
+    found = explain("sparse_mla", SPEC, LIMITS, device="cuda")
+    assert (
+        "  acme.fast: chosen\n"
+        "    on acme2, acme3: tensor unit attends; gather unit fetches rows\n"
+        "    on acme1: tensor unit does all of it\n"
+        "  reference.torch: auto took acme"
+    ) in str(found)
+    listed = json.loads(json.dumps(found.to_dict()))["candidates"][0]["split"]
+    assert listed == {"acme2": tensor, "acme3": tensor, "acme1": scalar}
+
+
+def test_one_split_for_all_architectures_names_none(plugins):
+    plugins.add("acme", implementation("fast", split=(Split(("*",), {"tensor unit": "does all of it"}),)))
+    assert "\n    on any: tensor unit does all of it\n" in str(
+        explain("sparse_mla", SPEC, LIMITS, device="cuda")
+    )
 
 
 def test_a_refusal_is_an_answer(plugins):

@@ -20,6 +20,7 @@ from kimi_hal.dispatch.contract import (
     Probe,
     Properties,
     Range,
+    Split,
     Target,
     TensorCap,
 )
@@ -443,6 +444,25 @@ GOOD, COVERED = implementation(), capability()
         (
             changed(GOOD, preferences=(Preference(rank=1, spec={"heads": Range(1, 2)}),)),
             "preferences[0]: spec: SparseMLASpec has no field 'heads'; did you mean 'num_heads'?",
+        ),
+        (
+            changed(GOOD, split=(Split(("acme2",), {}),)),
+            "split[0]: it needs architectures and what each compute unit does there",
+        ),
+        (
+            changed(GOOD, split=(Split(("acme",), {"tensor unit": "attends"}),)),
+            "split[0]: no capability covers 'acme'; did you mean 'acme2'?",
+        ),
+        (
+            changed(
+                GOOD,
+                split=(Split(("*",), {"tensor unit": "attends"}), Split(("*",), {"gather unit": "reads"})),
+            ),
+            "split[1]: '*' has a split already",
+        ),
+        (
+            changed(GOOD, split=(Split(("acme2",), {"tensor unit": ("attends",)}),)),
+            "split[0]: Split.parts must be Mapping[str, str], got dict {'tensor unit': ('attends',)}",
         ),
     ],
 )
