@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from kimi_hal.dispatch.contract import Capability, Implementation, Preference, Properties
 from kimi_hal.domain import Domain, OneOf, Range
+from kimi_hal_tpu import splits
 from kimi_hal_tpu.claims import DCP, FLAG, FLOAT, SELECTED, SPARSE_CORES, TPUS
 
 #: Pages whose 64 keys carry one float32 scale each.
@@ -64,6 +65,7 @@ def _implementation(operator: str) -> Implementation:
         execution=("interpreted", "compile_only"),
         compile=f"kimi_hal_tpu.pallas.compiling:{operator}",
         source=SOURCE,
+        split=splits.pallas(operator),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kimi_hal.dispatch.contract import Capability, Implementation, Preference, Properties
 from kimi_hal.domain import Domain, OneOf, Range
+from kimi_hal_tpu import splits
 from kimi_hal_tpu.claims import DCP, FLAG, FLOAT, SELECTED, TPUS
 from kimi_hal_tpu.xla.sizes import RECORDS
 
@@ -158,6 +159,7 @@ def _implementation(operator: str) -> Implementation:
         weights_format=FORMAT if operator in EXPERTS else None,
         execution=("native", "interpreted"),
         source=SOURCE,
+        split=splits.XLA,
     )
 
 
