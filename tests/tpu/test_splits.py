@@ -45,7 +45,7 @@ def test_explain_says_who_gathers_and_who_attends_on_each_generation() -> None:
         "TensorCore": "unpacks and attends",
         "XLA": "turns positions into slots",
     }
-    assert split["tpu.xla"] == dict.fromkeys(TPUS, {"XLA": "compiles all of it for TensorCore"})
+    assert split["tpu.xla"] == {arch: {"XLA": "compiles all of it for TensorCore"} for arch in TPUS}
 
 
 def test_explain_prints_the_split_below_its_implementation() -> None:
