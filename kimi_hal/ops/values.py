@@ -79,10 +79,15 @@ def runs(tensor: Any) -> tuple[Any, int]:
 
 
 def overlaps(a: Any, b: Any) -> bool:
-    """Tell whether two tensors share a byte. Views that only interleave, as in a packed cache, do not."""
+    """Tell whether two tensors share a byte. Views that only interleave, as in a packed cache, do not.
+
+    Tensors of a compiler that traces have no addresses, all are 0, and share nothing: each is a value.
+    """
     import torch
 
     if a.device != b.device or not a.numel() or not b.numel():
+        return False
+    if not a.data_ptr() and not b.data_ptr():
         return False
     (a0, a1), (b0, b1) = span(a), span(b)
     if a1 <= b0 or b1 <= a0:

@@ -86,6 +86,45 @@ def test_a_torch_xla_of_another_torch_is_refused() -> None:
     )
 
 
+def test_a_jax_that_torch_xlas_libtpu_cannot_serve_is_refused() -> None:
+    requirements.check_custom_call("2.9.0", "0.7.1", "")
+    requirements.check_custom_call("2.9.0", "0.7.1", "0.0.21")
+    with pytest.raises(ToolMissingError) as error:
+        requirements.check_custom_call("2.9.0", "0.10.2", "0.0.21")
+    assert str(error.value) == (
+        "torch-xla 2.9.0 brings libtpu 0.0.21, which cannot serve jax 0.10.2: its kernels must be traced by jax 0.7: "
+        "pip install -r requirements/tpu_xla.txt"
+    )
+    with pytest.raises(
+        ImportError, match=r"jax is not installed; Pallas kernels reach torch-xla 2\.9\.0 through jax 0\.7"
+    ):
+        requirements.check_custom_call("2.9.0", "", "")
+
+
+def test_a_libtpu_that_torch_xla_does_not_name_is_refused() -> None:
+    with pytest.raises(ToolMissingError) as error:
+        requirements.check_custom_call("2.9.0", "0.7.1", "0.0.42.1")
+    assert str(error.value) == (
+        "torch-xla 2.9.0 goes with libtpu 0.0.21, this is libtpu 0.0.42.1: pip install 'libtpu==0.0.21'"
+    )
+
+
+def test_torch_tpu_has_a_jax_and_a_libtpu_of_its_own() -> None:
+    requirements.check_jax_op("0.2.0", "0.10.2", "0.0.52")
+    with pytest.raises(ToolMissingError) as error:
+        requirements.check_jax_op("0.2.0", "0.10.2", "0.0.42.1")
+    assert str(error.value) == (
+        "torch_tpu 0.2.0 needs libtpu 0.0.50 or newer, this is libtpu 0.0.42.1: pip install 'libtpu>=0.0.50'"
+    )
+    with pytest.raises(ToolMissingError) as error:
+        requirements.check_jax_op("0.2.0", "0.7.1", "0.0.52")
+    assert str(error.value) == (
+        "the kernels were exported to torch_tpu 0.2.0 with jax 0.10, this is jax 0.7.1: pip install 'jax==0.10.*'"
+    )
+    with pytest.raises(ImportError, match=r"torch_tpu is not installed: pip install 'torch_tpu==0\.2"):
+        requirements.check_jax_op("", "0.10.2", "")
+
+
 def test_where_no_tpu_is_the_error_says_what_was_looked_for_and_what_to_type(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -22,6 +22,7 @@ class Generation:
         kind: what a device of it calls itself.
         sparse_core: whether it has SparseCores.
         float4: whether its MXU multiplies float4.
+        cores: TensorCores of what is one device.
     """
 
     name: str
@@ -29,11 +30,12 @@ class Generation:
     kind: str
     sparse_core: bool
     float4: bool = False
+    cores: int = 1
 
 
 GENERATIONS = (
     Generation("v5e", "v5e:2x2", "TPU v5 lite", sparse_core=False),
-    Generation("v5p", "v5p:2x2x1", "TPU v5", sparse_core=True),
+    Generation("v5p", "v5p:2x2x1", "TPU v5", sparse_core=True, cores=2),
     Generation("v6e", "v6e:2x2", "TPU v6 lite", sparse_core=True),
     Generation("tpu7x", "tpu7x:2x2x1", "TPU7x", sparse_core=True, float4=True),
 )

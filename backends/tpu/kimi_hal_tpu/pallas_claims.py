@@ -41,10 +41,29 @@ SPECS: dict[str, dict[str, Domain]] = {
 LIMITS: Mapping[str, dict[str, Domain]] = {"indexer_logits": ONE_ROW, "indexer_topk": ONE_ROW}
 #: Operators of which a part runs on SparseCore.
 ON_SPARSE_CORE = frozenset({"indexer_topk", "topk_select", "sparse_mla"})
+#: The simulator, compiling, and torch_tpu.
+JAX = {"jax": ">=0.10,<0.11"}
+#: torch-xla on a TPU: its own jax has kernels of TensorCore alone, its own libtpu compiles them.
+TORCH_XLA = {"torch_xla": ">=2.9,<2.10", "jax": ">=0.7.1,<0.8", "libtpu": ">=0.0.21,<0.0.22"}
 ROW = Properties(deterministic=True, batch_invariant=True)
 SOURCE = tuple(
     f"kimi_hal_tpu/{name}.py" for name in ("pallas/*", "static", "staging", "buckets", "generations")
 )
+
+
+def _environments(operator: str) -> tuple[dict[str, str], ...]:
+    """Return what each environment that can trace an operator's kernels has."""
+    return (JAX,) if operator in ON_SPARSE_CORE else (JAX, TORCH_XLA)
+
+
+def _capability(operator: str, requires: dict[str, str]) -> Capability:
+    return Capability(
+        arch=SPARSE_CORES if operator in ON_SPARSE_CORE else TPUS,
+        spec=SPECS[operator],
+        limits=LIMITS.get(operator, {}),
+        properties=ROW,
+        requires=requires,
+    )
 
 
 def _implementation(operator: str) -> Implementation:
@@ -52,17 +71,9 @@ def _implementation(operator: str) -> Implementation:
         operator=operator,
         name="pallas",
         build="kimi_hal_tpu.pallas.bridge:build",
-        capabilities=(
-            Capability(
-                arch=SPARSE_CORES if operator in ON_SPARSE_CORE else TPUS,
-                spec=SPECS[operator],
-                limits=LIMITS.get(operator, {}),
-                properties=ROW,
-                requires={"jax": ">=0.10,<0.11"},
-            ),
-        ),
-        preferences=(Preference(rank=10),),
-        execution=("interpreted", "compile_only"),
+        capabilities=tuple(_capability(operator, needs) for needs in _environments(operator)),
+        preferences=(Preference(rank=-10),),
+        execution=("native", "interpreted", "compile_only"),
         compile=f"kimi_hal_tpu.pallas.compiling:{operator}",
         source=SOURCE,
         split=splits.pallas(operator),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kimi_hal.dispatch.contract import API_VERSION, Backend, Probe, Target
 from kimi_hal.dispatch.hookspecs import hookimpl
+from kimi_hal_tpu import requirements
 from kimi_hal_tpu.generations import GENERATIONS as KINDS
 
 DEVICES = Path("sys/bus/pci/devices")
@@ -23,18 +24,22 @@ GENERATIONS = {
     "0x0076": "tpu7x",
 }
 
+#: torch's name of the device -> the module with its hooks.
+DRIVERS = {"xla": "device", "tpu": "torch_tpu"}
+
 
 @hookimpl
 def kimi_hal_backend() -> Backend:
-    """Describe the backend."""
+    """Describe the backend. torch_tpu and torch-xla serve different torches: one environment has one of them."""
+    driver = "tpu" if requirements.installed("torch_tpu") else "xla"
     return Backend(
         name="tpu",
         version="0.1.0",
         api_version=API_VERSION,
         probe="kimi_hal_tpu.plugin:probe",
         implementations="kimi_hal_tpu.implementations:IMPLEMENTATIONS",
-        device="kimi_hal_tpu.device:Device",
-        torch_device="xla",
+        device=f"kimi_hal_tpu.{DRIVERS[driver]}:Device",
+        torch_device=driver,
         targets=tuple(Target(kind.name, kind.name, code=kind.kind) for kind in KINDS),
     )
 

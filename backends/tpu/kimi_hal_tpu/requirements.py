@@ -10,6 +10,10 @@ from kimi_hal.errors import ToolMissingError
 LIBTPU = {"0.10": "0.0.42", "0.7": "0.0.20"}
 #: torch-xla -> the torch that it was built with.
 TORCH = {"2.9": "2.9"}
+#: torch-xla -> the jax of its ``pallas`` extra, and the libtpu of its ``tpu`` extra, which compiles what jax traces.
+TRACED_BY = {"2.9": ("0.7", "0.0.21")}
+#: torch_tpu -> the jax whose programs its ``jax_op`` was tried with, and the oldest libtpu that it takes.
+EXPORTED_BY = {"0.2": ("0.10", "0.0.50")}
 
 
 def installed(name: str) -> str:
@@ -70,3 +74,94 @@ def check_torch_xla(torch_xla: str | None = None, torch: str | None = None) -> N
             f"torch-xla {torch_xla} serves torch {serves}, this is torch {torch}: "
             f"pip install -r requirements/tpu_xla.txt"
         )
+
+
+def check_custom_call(
+    torch_xla: str | None = None, jax: str | None = None, libtpu: str | None = None
+) -> None:
+    """Refuse a jax whose kernels torch-xla's libtpu cannot compile.
+
+    Args:
+        torch_xla: its version; ``None``: the installed one's. Likewise the others.
+        jax: its version.
+        libtpu: its version; empty: it is none of Python's distributions.
+
+    Raises:
+        ImportError: jax is not installed.
+        ToolMissingError: the three do not belong together; says what to install.
+    """
+    torch_xla = installed("torch_xla") if torch_xla is None else torch_xla
+    jax = installed("jax") if jax is None else jax
+    libtpu = installed("libtpu") if libtpu is None else libtpu
+    wanted, compiler = TRACED_BY[_series(torch_xla, 2)]
+    if not jax:
+        raise ImportError(
+            f"jax is not installed; Pallas kernels reach torch-xla {torch_xla} through jax {wanted}: "
+            "pip install -r requirements/tpu_xla.txt"
+        )
+    if _series(jax, 2) != wanted:
+        raise ToolMissingError(
+            f"torch-xla {torch_xla} brings libtpu {compiler}, which cannot serve jax {jax}: its kernels must be traced "
+            f"by jax {wanted}: pip install -r requirements/tpu_xla.txt"
+        )
+    if libtpu and _series(libtpu, 3) != compiler:
+        raise ToolMissingError(
+            f"torch-xla {torch_xla} goes with libtpu {compiler}, this is libtpu {libtpu}: "
+            f"pip install 'libtpu=={compiler}'"
+        )
+
+
+def check_jax_op(torch_tpu: str | None = None, jax: str | None = None, libtpu: str | None = None) -> None:
+    """Refuse a torch_tpu that the bridge was not written for, and a jax that was not tried with it.
+
+    Arguments as ``check_custom_call``.
+
+    Raises:
+        ImportError: torch_tpu or jax is not installed.
+        ToolMissingError: they do not belong together; says what to install.
+    """
+    torch_tpu = installed("torch_tpu") if torch_tpu is None else torch_tpu
+    jax = installed("jax") if jax is None else jax
+    libtpu = installed("libtpu") if libtpu is None else libtpu
+    if not torch_tpu:
+        raise ImportError("torch_tpu is not installed: pip install 'torch_tpu==0.2.*', from Python 3.12 on")
+    if _series(torch_tpu, 2) not in EXPORTED_BY:
+        known = ", ".join(EXPORTED_BY)
+        raise ToolMissingError(
+            f"the bridge to torch_tpu is written for {known}, this is torch_tpu {torch_tpu}, whose jax_op may differ: "
+            f"pip install 'torch_tpu=={known}.*'"
+        )
+    wanted, least = EXPORTED_BY[_series(torch_tpu, 2)]
+    if not jax:
+        raise ImportError(
+            f"jax is not installed; Pallas kernels reach torch_tpu {torch_tpu} through jax {wanted}: "
+            f"pip install 'jax=={wanted}.*'"
+        )
+    if _series(jax, 2) != wanted:
+        raise ToolMissingError(
+            f"the kernels were exported to torch_tpu {torch_tpu} with jax {wanted}, this is jax {jax}: "
+            f"pip install 'jax=={wanted}.*'"
+        )
+    if libtpu and _numbers(libtpu) < _numbers(least):
+        raise ToolMissingError(
+            f"torch_tpu {torch_tpu} needs libtpu {least} or newer, this is libtpu {libtpu}: "
+            f"pip install 'libtpu>={least}'"
+        )
+
+
+def without_sparse_core(what: str) -> ToolMissingError:
+    """Return the error of a kernel for SparseCore where jax cannot program one."""
+    jax = installed("jax")
+    brought = (
+        f"; torch-xla {installed('torch_xla')} brings jax {jax}"
+        if installed("torch_xla")
+        else f", this is jax {jax}"
+    )
+    return ToolMissingError(
+        f"{what} runs on SparseCore, which needs jax ≥ 0.10 (jax.experimental.pallas.tpu_sc){brought}. Take tpu.xla, "
+        "which selects and gathers on TensorCore"
+    )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in _series(version, 3).split("."))

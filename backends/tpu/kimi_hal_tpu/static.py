@@ -44,12 +44,14 @@ class StaticCall:
         ctx: what it is built for.
         machine: runs the program.
         sizes: dimension letters that this program wants in a certain size.
+        coded: whether the program takes FP8 as it is, instead of its bytes.
     """
 
     op: Operator
     ctx: BuildContext
     machine: Machine
     sizes: Mapping[str, int] = field(default_factory=dict)
+    coded: bool = False
 
     def function(self) -> Callable[..., Any]:
         """Return a plain function with the operator's signature."""
@@ -97,7 +99,7 @@ class StaticCall:
         """Pad, run, and return the program's results in its own static shapes."""
         targets = self.targets(given)
         padded = {
-            name: pad(name, self.op.args[name], value, targets)
+            name: pad(name, self.op.args[name], value, targets, coded=self.coded)
             for name, value in operands.items()
             if value is not None
         }
@@ -135,11 +137,11 @@ def real_sizes(op: Operator, spec: Any, given: Operands) -> dict[str, Tensor]:
     return {f"size_{n}": torch.tensor([bound[n]], dtype=torch.int32) for n in FREE if n in bound}
 
 
-def pad(name: str, arg: Arg, value: Any, targets: Mapping[str, int]) -> Any:
-    """Return an operand in its static shape, FP8 as bytes."""
+def pad(name: str, arg: Arg, value: Any, targets: Mapping[str, int], *, coded: bool = False) -> Any:
+    """Return an operand in its static shape, FP8 as bytes unless it is to stay ``coded``."""
     if isinstance(value, (list, tuple)):
-        return [pad(name, arg, item, targets) for item in value]
-    if str(value.dtype).removeprefix("torch.") in BYTES:
+        return [pad(name, arg, item, targets, coded=coded) for item in value]
+    if not coded and str(value.dtype).removeprefix("torch.") in BYTES:
         value = value.view(torch.uint8)
     if arg.mutated or arg.shape == "*":
         return value

@@ -1,8 +1,15 @@
-"""From torch to the Pallas kernels and back, through dlpack: the kernels run interpreted, on the CPU."""
+"""From torch to the Pallas kernels and back, whatever holds the tensors.
+
+* On the CPU the kernels run interpreted; arrays go to jax and back through dlpack.
+* On torch-xla's device a program is a computation in the trace (``custom_call``).
+* On torch_tpu's device it is one of its operators (``jax_op``).
+
+Each of the three is imported where a plan needs it, after its versions are checked.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -11,31 +18,74 @@ from torch import Tensor
 
 from kimi_hal.dispatch.contract import BuildContext
 from kimi_hal.errors import PlanError
+from kimi_hal.ops.operator import Operator
 from kimi_hal_tpu import requirements
-from kimi_hal_tpu.static import StaticCall, operator, refuse_dynamic
+from kimi_hal_tpu.pallas.operands import Program
+from kimi_hal_tpu.pallas_claims import ON_SPARSE_CORE
+from kimi_hal_tpu.static import Machine, StaticCall, operator, place, refuse_dynamic
 
-#: A program: Spec, arrays by name, mode -> outputs, then mutated operands.
-Program = Callable[..., Sequence[Any]]
+#: What becomes of a program on a kind of device: its versions checked, then what runs it.
+Machines = Callable[[BuildContext, Operator, str], Machine]
 
 
 def build(ctx: BuildContext) -> Callable[..., Any]:
     """Build any operator whose program stands in ``pallas/<family>.py`` under the operator's name.
 
     Raises:
-        PlanError: jax or libtpu is not the pinned one, or the plan is not for the CPU.
+        ImportError: jax, or what drives the device, is not installed.
+        ToolMissingError: their versions do not belong together, or cannot program SparseCore.
+        PlanError: torch-xla drives no TPU.
     """
-    requirements.check_jax()
-    if ctx.device != "cpu":
-        raise PlanError(
-            f"{ctx.operator}: tpu.pallas runs interpreted on the CPU so far, not on {ctx.device}; "
-            f"KIMI_HAL_OPS={ctx.operator}=tpu.xla takes the program that torch-xla traces"
-        )
     op = operator(ctx)
-    family = import_module(f"kimi_hal_tpu.pallas.{op.family}")
-    run = StaticCall(op, ctx, JaxCPU(getattr(family, op.name), ctx.spec, op)).function()
+    machine = MACHINES[ctx.device.partition(":")[0]]
+
+    def call(name: str) -> StaticCall:
+        return StaticCall(op, ctx, machine(ctx, op, name), coded=ctx.device != "cpu")
+
+    run = call(op.name).function()
     if op.tested:
-        run.return_scores = _test_entry(ctx, run, family)  # type: ignore[attr-defined]
+        run.return_scores = _test_entry(op, run, call("all_scores"))  # type: ignore[attr-defined]
     return run
+
+
+def program(op: Operator, name: str) -> Program:
+    """Return an operator's program."""
+    found: Program = getattr(import_module(f"kimi_hal_tpu.pallas.{op.family}"), name)
+    return found
+
+
+def interpreted(ctx: BuildContext, op: Operator, name: str) -> Machine:
+    """Return the simulator."""
+    requirements.check_jax()
+    return JaxCPU(program(op, name), ctx.spec, op)
+
+
+def in_torch_xla(ctx: BuildContext, op: Operator, name: str) -> Machine:
+    """Return torch-xla's trace."""
+    requirements.check_torch_xla()
+    requirements.check_custom_call()
+    if op.name in ON_SPARSE_CORE:
+        raise requirements.without_sparse_core(f"{op.name}: a part of tpu.pallas")
+    from kimi_hal_tpu.pallas import custom_call
+
+    if not custom_call.on_tpu():
+        raise PlanError(
+            f"{op.name}: torch-xla drives no TPU here (an importable libtpu is none), and Mosaic's kernels run on "
+            f"nothing else; KIMI_HAL_OPS={op.name}=tpu.xla takes the program that torch-xla traces"
+        )
+    return custom_call.CustomCall(program(op, name), ctx.spec, op, ctx.arch)
+
+
+def in_torch_tpu(ctx: BuildContext, op: Operator, name: str) -> Machine:
+    """Return torch_tpu's operator."""
+    requirements.check_jax_op()
+    from kimi_hal_tpu.pallas.jax_op import JaxOp
+
+    return JaxOp(program(op, name), ctx.spec, op, ctx.arch)
+
+
+#: By torch's name of the device.
+MACHINES: Mapping[str, Machines] = {"cpu": interpreted, "xla": in_torch_xla, "tpu": in_torch_tpu}
 
 
 class JaxCPU:
@@ -52,8 +102,12 @@ class JaxCPU:
 
     def run(self, operands: dict[str, Any]) -> list[Tensor]:
         """Run on torch tensors on the CPU; returns torch tensors."""
-        refuse_dynamic(self.op, {f"{n}.shape": s for n, t in operands.items() for s in t.shape})
-        arrays = {name: to_jax(tensor) for name, tensor in operands.items()}
+        arrays = {}
+        for name, value in operands.items():
+            tensors = value if isinstance(value, list) else [value]
+            refuse_dynamic(self.op, {f"{name}.shape": size for t in tensors for size in t.shape})
+            found = [to_jax(tensor) for tensor in tensors]
+            arrays[name] = found if isinstance(value, list) else found[0]
         results = [to_torch(array) for array in self.jitted(arrays)]
         if races_found():
             raise PlanError(
@@ -89,11 +143,8 @@ def to_torch(array: Any) -> Tensor:
     return torch.from_dlpack(array)
 
 
-def _test_entry(ctx: BuildContext, run: Callable[..., Any], family: Any) -> Callable[..., Any]:
+def _test_entry(op: Operator, run: Callable[..., Any], scores: StaticCall) -> Callable[..., Any]:
     """Return the run function of ``indexer_topk`` that also writes all scores."""
-    op = operator(ctx)
-    scores = JaxCPU(family.all_scores, ctx.spec, op)
-    call = StaticCall(op, ctx, scores)
 
     def entry(*args: Any, **keywords: Any) -> Any:
         buffer = keywords.pop("all_scores_out")
@@ -101,9 +152,7 @@ def _test_entry(ctx: BuildContext, run: Callable[..., Any], family: Any) -> Call
         bound = op.signature.bind(*args, **keywords)
         bound.apply_defaults()
         given: Mapping[str, Any] = bound.arguments
-        (found,) = call.staged(given)
-        from kimi_hal_tpu.static import place
-
+        (found,) = scores.staged(given)
         place(buffer, found)
         return (*results, buffer)
 

@@ -19,7 +19,13 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.experimental.pallas import tpu_sc as plsc
+
+try:
+    from jax.experimental.pallas import tpu_sc as plsc
+except ImportError:  # torch-xla's jax is older: kernels of TensorCore need nothing of it
+    plsc = None  # type: ignore[assignment]
+
+from kimi_hal_tpu import requirements
 
 #: Numbers of a simulated SparseCore vector: a real one has 8 or 16, and no kernel may depend on how many.
 SIMULATED_LANES = 1024
@@ -38,11 +44,13 @@ class Mode:
         simulated: by the TPU simulator.
         races: whether the simulator looks for races.
         subcores: how many vector subcores the simulator plays.
+        float4: whether the chip has float4 vectors.
     """
 
     simulated: bool = False
     races: bool = True
     subcores: int = 1
+    float4: bool = False
 
     @property
     def interpret(self) -> Any:
@@ -61,9 +69,12 @@ class Mode:
 
         Raises:
             RuntimeError: the chip has no SparseCores.
+            ToolMissingError: this jax cannot program them.
         """
         if self.simulated:
             return self._on_threads(body, out, scratch, name)
+        if plsc is None:
+            raise requirements.without_sparse_core(name)
         info = plsc.get_sparse_core_info()
         mesh = plsc.VectorSubcoreMesh(core_axis_name="core", subcore_axis_name="subcore")
         workers = int(info.num_cores * info.num_subcores)
