@@ -13,6 +13,8 @@ pytest.importorskip("jax", reason="needs the environment of `nox -s tpu_jax`")
 from kimi_hal_conformance.schema import read
 from kimi_hal_conformance.verdict import PASSED
 
+KDA = ("kda_prefill", "kda_decode", "kda_verify", "kda_commit")
+
 
 def run(path: Path, *options: str) -> list[tuple[str, str, tuple[str, ...]]]:
     command = [
@@ -37,7 +39,7 @@ def run(path: Path, *options: str) -> list[tuple[str, str, tuple[str, ...]]]:
 def test_the_kernels_keep_the_contract_interpreted(tmp_path: Path) -> None:
     verdicts = run(tmp_path / "report.json", "--execution", "interpreted", "--profile", "interp")
     passed = {case.partition("/")[0] for case, status, _ in verdicts if status == PASSED}
-    assert passed == {"indexer_logits", "indexer_topk", "topk_select", "sparse_mla"}
+    assert passed == {"indexer_logits", "indexer_topk", "topk_select", "sparse_mla", *KDA}
 
 
 @pytest.mark.timeout(900)
@@ -54,8 +56,10 @@ def test_every_kernel_compiles_for_every_generation_that_can_run_it(tmp_path: Pa
             "sparse_mla/gather",
             "sparse_mla/decode",
             "sparse_mla/prefill",
+            *(f"{operator}/{operator.removeprefix('kda_')}" for operator in KDA),
         }
     assert {case for case in compiled if case.endswith("/v5e")} == {
         "compile/indexer_logits/decode/v5e",
         "compile/indexer_logits/prefill/v5e",
+        *(f"compile/{operator}/{operator.removeprefix('kda_')}/v5e" for operator in KDA),
     }

@@ -16,3 +16,18 @@ DCP: dict[str, Domain] = {
     "dcp.index": OneOf(("sharded", "replicated")),
 }
 SELECTED: dict[str, Domain] = {"topk": Range(1, 1 << 15), "ordered": FLAG, "return_selected": FLAG}
+#: An engine builds one KDASpec for all six operators: what one does not look at may be anything.
+KDA: dict[str, Domain] = {
+    "num_heads": Range(1, 128),
+    "head_dim": Range(1, 256),
+    "gate": OneOf(("raw", "log")),
+    "lower_bound": OneOf((None, -5.0)),
+    "qk_norm": FLAG,
+    "scale": Range(0, 1 << 16),
+    "conv_layout": OneOf(("width_channel", "channel_width")),
+    "checkpoints": FLAG,
+    "num_layers": Range(1, 1024),
+    "norm_eps": Range(0, 1),
+}
+#: A verify and its commit.
+KDA_PAIR = frozenset({"kda_verify", "kda_commit"})

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from kimi_hal.dispatch.contract import Capability, Implementation, Preference, Properties
 from kimi_hal.domain import Domain, OneOf, Range
 from kimi_hal_tpu import splits
-from kimi_hal_tpu.claims import DCP, FLAG, FLOAT, SELECTED, SPARSE_CORES, TPUS
+from kimi_hal_tpu.claims import DCP, FLAG, FLOAT, KDA, KDA_PAIR, SELECTED, SPARSE_CORES, TPUS
+from kimi_hal_tpu.xla.sizes import RECORDS
 
 #: Pages whose 64 keys carry one float32 scale each.
 INDEX = OneOf(("index.fp8.e4m3fn.f32.page64", "index.fp8.e4m3fn.pow2.page64"))
@@ -37,6 +38,7 @@ SPECS: dict[str, dict[str, Domain]] = {
         "out_dtype": FLOAT,
         "return_lse": FLAG,
     },
+    **dict.fromkeys(("kda_prefill", "kda_decode", "kda_verify", "kda_commit"), KDA),
 }
 LIMITS: Mapping[str, dict[str, Domain]] = {"indexer_logits": ONE_ROW, "indexer_topk": ONE_ROW}
 #: Operators of which a part runs on SparseCore.
@@ -73,8 +75,11 @@ def _implementation(operator: str) -> Implementation:
         build="kimi_hal_tpu.pallas.bridge:build",
         capabilities=tuple(_capability(operator, needs) for needs in _environments(operator)),
         preferences=(Preference(rank=-10),),
+        # The traced programs' own layout: a commit of either takes the records of either's verify.
+        size="kimi_hal_tpu.xla.sizes:sizes" if operator in KDA_PAIR else None,
+        records=RECORDS if operator in KDA_PAIR else None,
         execution=("native", "interpreted", "compile_only"),
-        compile=f"kimi_hal_tpu.pallas.compiling:{operator}",
+        compile=f"kimi_hal_tpu.pallas.{'kda_' if operator.startswith('kda_') else ''}compiling:{operator}",
         source=SOURCE,
         split=splits.pallas(operator),
     )

@@ -24,7 +24,13 @@ SHARED = {
     },
 }
 #: What TensorCore does where it is not all of it.
-TENSOR_CORE = {"indexer_logits": SCORE}
+TENSOR_CORE = {
+    "indexer_logits": SCORE,
+    "kda_prefill": "finishes gates and advances states by chunks",
+    "kda_decode": "finishes gates and advances states",
+    "kda_verify": "convolves, finishes gates and reads what states become",
+    "kda_commit": "finishes gates and advances states by the accepted rows",
+}
 
 
 def pallas(operator: str) -> tuple[Split, ...]:

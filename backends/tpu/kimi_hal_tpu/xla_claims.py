@@ -5,7 +5,7 @@ from __future__ import annotations
 from kimi_hal.dispatch.contract import Capability, Implementation, Preference, Properties
 from kimi_hal.domain import Domain, OneOf, Range
 from kimi_hal_tpu import splits
-from kimi_hal_tpu.claims import DCP, FLAG, FLOAT, SELECTED, TPUS
+from kimi_hal_tpu.claims import DCP, FLAG, FLOAT, KDA, KDA_PAIR, SELECTED, TPUS
 from kimi_hal_tpu.xla.sizes import RECORDS
 
 #: What ``prepare_moe_weights`` returns and ``moe_experts`` takes: the checkpoint's own bytes.
@@ -30,19 +30,6 @@ SCORED: dict[str, Domain] = {
     "score": FLOAT,
     "weights_dtype": FLOAT,
     **DCP,
-}
-#: An engine builds one KDASpec for all six operators: what one does not look at may be anything.
-KDA: dict[str, Domain] = {
-    "num_heads": Range(1, 128),
-    "head_dim": Range(1, 256),
-    "gate": OneOf(("raw", "log")),
-    "lower_bound": OneOf((None, -5.0)),
-    "qk_norm": FLAG,
-    "scale": Range(0, 1 << 16),
-    "conv_layout": OneOf(("width_channel", "channel_width")),
-    "checkpoints": FLAG,
-    "num_layers": Range(1, 1024),
-    "norm_eps": Range(0, 1),
 }
 CACHE: dict[str, Domain] = {
     "latent": OneOf(
@@ -137,8 +124,6 @@ SOURCE = (
     "kimi_hal_tpu/staging.py",
     "kimi_hal_tpu/buckets.py",
 )
-#: A verify and its commit.
-PAIR = frozenset({"kda_verify", "kda_commit"})
 EXPERTS = frozenset({"prepare_moe_weights", "moe_experts"})
 
 
@@ -154,8 +139,8 @@ def _implementation(operator: str) -> Implementation:
         ),
         preferences=(Preference(rank=0),),
         weights="kimi_hal.reference.weights:weights" if operator == "moe_experts" else None,
-        size="kimi_hal_tpu.xla.sizes:sizes" if operator in PAIR else None,
-        records=RECORDS if operator in PAIR else None,
+        size="kimi_hal_tpu.xla.sizes:sizes" if operator in KDA_PAIR else None,
+        records=RECORDS if operator in KDA_PAIR else None,
         weights_format=FORMAT if operator in EXPERTS else None,
         execution=("native", "interpreted"),
         source=SOURCE,

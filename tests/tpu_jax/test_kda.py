@@ -1,0 +1,235 @@
+"""The KDA kernels: chunks and single rows against the float64 recurrence, in the TPU simulator with race detection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("jax", reason="needs the environment of `nox -s tpu_jax`")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kimi_hal.dispatch.device import HostDevice
+from kimi_hal.ops.kda import KDASpec
+from kimi_hal_conformance import case as cases
+from kimi_hal_conformance.calls import Subject
+from kimi_hal_conformance.cases import load
+from kimi_hal_conformance.execute import try_case
+from kimi_hal_tpu.pallas import chunks, kda, layout, recurrence
+from kimi_hal_tpu.pallas.bridge import races_found
+from kimi_hal_tpu.pallas.chunks import CHUNK
+from kimi_hal_tpu.pallas.mode import Mode
+from kimi_hal_tpu.pallas.recurrence import Work
+
+Numbers = np.ndarray[Any, Any]
+SIMULATED = Mode(simulated=True)
+RANDOM = np.random.default_rng(0)
+
+
+def walked(q: Numbers, k: Numbers, v: Numbers, g: Numbers, beta: Numbers, state: Numbers) -> tuple[Any, Any]:
+    """Return outputs and the last state of one head, row by row in float64."""
+    q, k, v, g, beta, state = (x.astype(np.float64) for x in (q, k, v, g, beta, state))
+    out = []
+    for t in range(len(q)):
+        state = state * np.exp(g[t])
+        state = state + np.outer(beta[t] * (v[t] - state @ k[t]), k[t])
+        out.append(state @ q[t])
+    return np.array(out), state
+
+
+def unit(shape: tuple[int, ...]) -> Numbers:
+    x = RANDOM.standard_normal(shape)
+    return (x / np.linalg.norm(x, axis=-1, keepdims=True)).astype(np.float32)
+
+
+def apart(found: Any, expected: Numbers) -> float:
+    """Return the root mean square error over that of what is expected."""
+    wide = np.asarray(found, np.float64)
+    return float(np.sqrt(np.square(wide - expected).mean() / np.square(expected).mean()))
+
+
+GATES: dict[str, Callable[[tuple[int, int]], Numbers]] = {
+    "of any size": lambda shape: -5.0 / (1.0 + np.exp(-2.0 * RANDOM.standard_normal(shape))),
+    "at their bound": lambda shape: np.full(shape, -5.0),
+    "that keep everything": np.zeros,
+    "without a bound": lambda shape: -300.0 * RANDOM.random(shape) ** 6,
+}
+
+
+def check_chunk(gate: str, repeated: bool) -> None:
+    """Hold one chunk of the model's size against the recurrence: a few roundings of float32."""
+    shape = (CHUNK, 128)
+    k = np.repeat(unit((1, 128)), CHUNK, axis=0) if repeated else unit(shape)
+    beta = np.full(CHUNK, 0.9) if repeated else RANDOM.random(CHUNK)
+    rows = [unit(shape) * 128**-0.5, k, RANDOM.standard_normal(shape), GATES[gate](shape), beta]
+    given = [x.astype(np.float32) for x in (*rows, 0.1 * RANDOM.standard_normal((128, 128)))]
+    spans = jnp.asarray(chunks.sums_of_decays(), jnp.bfloat16)
+    out, state = jax.jit(lambda *a: chunks.chunk(*a[:4], a[4][:, None], spans, a[5]))(*given)
+    expected_out, expected_state = walked(*given)
+    assert apart(out, expected_out) < 1e-6
+    assert apart(state, expected_state) < 1e-6
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_a_chunk_is_the_recurrence_with_gates(gate: str) -> None:
+    check_chunk(gate, repeated=False)
+
+
+def test_one_key_in_every_row_of_a_chunk_costs_no_digits() -> None:
+    """Powers of such a matrix reach 10^18: an inverse by its series would hold nothing."""
+    check_chunk("that keep everything", repeated=True)
+
+
+# Sequences of every kind: one that continues, an empty one, padding, a fresh one, with checkpoints off a chunk's edge.
+SPEC = KDASpec(num_heads=3, head_dim=8, gate="log", qk_norm=False, scale=1.0, checkpoints=True)
+CUTS, SLOTS, FRESH = (0, 70, 70, 73, 79), (1, 2, -1, 4), (False, False, False, True)
+STOPS, SAVED = (66, 0, 1, 6), (0, 3, 5, 6)
+
+
+def prefilled() -> tuple[dict[str, Numbers], Any, Any]:
+    shape = (80, SPEC.num_heads, SPEC.head_dim)
+    rows = {"q": unit(shape), "k": unit(shape), "v": RANDOM.standard_normal(shape).astype(np.float32)}
+    given: dict[str, Any] = {name: np.asarray(jnp.asarray(x, jnp.bfloat16)) for name, x in rows.items()}
+    given["raw_g"] = (-2.0 * RANDOM.random(shape)).astype(np.float32)
+    given["raw_beta"] = RANDOM.random(shape[:2]).astype(np.float32)
+    given["state"] = RANDOM.standard_normal((7, 3, 8, 8)).astype(np.float32)
+    names = ("cu_seqlens", "state_ids", "checkpoint_offsets", "checkpoint_ids")
+    given |= {name: np.array(x, np.int32) for name, x in zip(names, (CUTS, SLOTS, STOPS, SAVED), strict=True)}
+    given["has_initial_state"] = 1 - np.array(FRESH, np.uint8)
+    out, pool = jax.jit(lambda a: kda.kda_prefill(SPEC, a, SIMULATED))(given)
+    return given, np.asarray(out, np.float64), np.asarray(pool)
+
+
+def expected(given: dict[str, Numbers]) -> tuple[Numbers, Numbers]:
+    out, pool = np.zeros((80, 3, 8)), given["state"].astype(np.float64)
+    for n, slot in enumerate(SLOTS):
+        first, last = CUTS[n : n + 2]
+        for head in range(3 if slot >= 0 else 0):
+            state = np.zeros((8, 8)) if FRESH[n] else given["state"][slot, head]
+            rows = [given[name][first:last, head] for name in ("q", "k", "v", "raw_g", "raw_beta")]
+            pool[SAVED[n], head] = walked(*(x[: STOPS[n]] for x in rows), state)[1]
+            if last > first:
+                out[first:last, head], pool[slot, head] = walked(*rows, state)
+    return out, pool
+
+
+def check_prefill() -> None:
+    given, out, pool = prefilled()
+    expected_out, expected_pool = expected(given)
+    assert apart(out, expected_out) < 2.0**-8
+    assert apart(pool, expected_pool) < 1e-6
+    assert (pool[[2, 5]] == given["state"][[2, 5]]).all()
+    assert (out[70:73] == 0).all()
+    assert (out[79:] == 0).all()
+    assert not races_found()
+
+
+def test_a_prefill_cuts_at_sequences_and_checkpoints_and_leaves_the_rest_alone() -> None:
+    check_prefill()
+
+
+def check_rows(heads: int) -> None:
+    """Hold rows of several groups of heads against the recurrence: the last group may not be full."""
+    spec = KDASpec(num_heads=heads, head_dim=8, gate="log", qk_norm=False, scale=1.0, checkpoints=True)
+    count, shape = 5, (5, 3, heads, 8)
+    work = Work(
+        *np.array(
+            [[3, -1, 0, 5, 1], [3, 0, 1, 2, 3], [3, -1, 7, -1, 1], [2, -1, -1, 6, -1], [1, -1, -1, 2, -1]]
+        )
+    )
+    rows = {"q": unit(shape), "k": unit(shape), "v": RANDOM.standard_normal(shape)}
+    given: dict[str, Any] = {name: np.asarray(jnp.asarray(x, jnp.bfloat16)) for name, x in rows.items()}
+    given["g"] = (-2.0 * RANDOM.random(shape)).astype(np.float32)
+    given["beta"] = RANDOM.random((*shape[:3], 1)).astype(np.float32)
+    pool = RANDOM.standard_normal((8, heads, 8, 8)).astype(np.float32)
+
+    def program(work: Work, rows: Any, pool: Any) -> Any:
+        return recurrence.advance(spec, work, rows, pool, SIMULATED, results=("out",))
+
+    made, stored = jax.jit(program)(Work(*(x.astype(np.int32) for x in work)), given, pool)
+    out, changed = np.zeros(shape), pool.astype(np.float64)
+    for n in range(count):
+        for head in range(heads if work.source[n] >= 0 else 0):
+            end = work.count[n]
+            one = [given[name][n, :, head] for name in ("q", "k", "v", "g", "beta")]
+            state = pool[work.source[n], head]
+            if work.saved[n] >= 0:
+                changed[work.saved[n], head] = walked(*(x[: work.after[n]] for x in one), state)[1]
+            out[n, :end, head], state = walked(*(x[:end] for x in one), state)
+            if work.target[n] >= 0:
+                changed[work.target[n], head] = state
+    assert apart(np.asarray(made["out"], np.float64), out) < 2.0**-8
+    assert apart(stored, changed) < 1e-6
+    assert (np.asarray(stored)[[0, 4, 5]] == pool[[0, 4, 5]]).all()
+    assert not races_found()
+
+
+@pytest.mark.parametrize("heads", [3, 18])
+def test_rows_advance_the_slots_that_are_named_and_no_other(heads: int) -> None:
+    check_rows(heads)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "kda_decode/edges/small-norm",
+        "kda_verify/channel-major/drafts",
+        "kda_commit/edges/two-layers",
+        "kda_prefill/unbounded/ragged",
+    ],
+)
+def test_the_suite_passes(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KIMI_HAL_EXECUTION", "interpreted")
+    monkeypatch.setenv("KIMI_HAL_BACKEND", "tpu")
+    load()
+    problems, *_ = try_case(cases.get(case), Subject("tpu.pallas", "cpu", HostDevice()), 0)
+    assert not problems
+
+
+# A kernel with one realistic fault must be found wrong, or the checks above prove nothing.
+
+
+def test_a_state_that_is_not_reset_between_sequences_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "ZERO", chunks.SAME)
+    with pytest.raises(AssertionError):
+        check_prefill()
+
+
+def test_a_chunk_that_ends_one_row_early_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = layout.Layout.work
+
+    def short(*operands: Any) -> Any:
+        picked, found = work(*operands)
+        return picked, found._replace(count=jnp.minimum(found.count, CHUNK - 1))
+
+    monkeypatch.setattr(layout.Layout, "work", short)
+    with pytest.raises(AssertionError):
+        check_prefill()
+
+
+def test_a_decay_that_is_missing_at_the_edge_of_a_chunk_would_be_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    matrix = chunks.sums_of_decays()
+    matrix[2 * CHUNK - 2, CHUNK - 1] = 0.0  # the last decay, for the row before it
+    monkeypatch.setattr(chunks, "sums_of_decays", lambda: matrix)
+    with pytest.raises(AssertionError):
+        check_chunk("of any size", repeated=False)
+
+
+def test_a_product_of_rounded_numbers_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "PAIRS", chunks.PAIRS[-1:])
+    with pytest.raises(AssertionError):
+        check_chunk("that keep everything", repeated=False)
+
+
+def test_a_buffer_that_fills_before_it_is_stored_is_a_race_that_the_detector_finds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recurrence, "_drain", lambda ring, step, back: None)
+    with pytest.raises(AssertionError):
+        check_rows(3)
