@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,17 +16,20 @@ pytest.importorskip("jax", reason="needs the environment of `nox -s tpu_jax`")
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from kimi_hal import formats
 from kimi_hal.ops.indexer import IndexerSpec
 from kimi_hal.reference import indexer
 from kimi_hal.reference import selection as reference
-from kimi_hal_tpu.pallas import attention, gather, scores, selection
+from kimi_hal_tpu.pallas import attention, gather, latents, scores, selection
 from kimi_hal_tpu.pallas.bridge import races_found
 from kimi_hal_tpu.pallas.mode import Mode, Several
 
 SIMULATED = Mode(simulated=True, subcores=2)
 NAN, INF = float("nan"), float("inf")
+LATENTS = ("latent.fp8.e4m3fn.tensor", "latent.nvfp4.352", "latent.bf16")
 
 
 def select(rows: torch.Tensor, first: list[int], count: list[int], k: int) -> np.ndarray[Any, Any]:
@@ -48,64 +55,190 @@ def test_selection_is_the_references_in_every_row_without_a_race() -> None:
     assert not races_found()
 
 
-def test_gather_takes_the_named_rows_without_a_race() -> None:
-    table = np.arange(40 * 144, dtype=np.int32).reshape(40, 144)
-    index = np.random.default_rng(0).integers(0, 40, 5 * 128).astype(np.int32)
-    found = jax.jit(lambda *a: gather.rows(*a, SIMULATED))(table, index)
+def check_gather(words: int, mode: Mode = SIMULATED) -> None:
+    """Hold the gather of rows of some words against numpy's."""
+    table = np.arange(200 * words, dtype=np.int32).reshape(200, words)
+    index = np.random.default_rng(0).integers(0, 200, 5 * 128).astype(np.int32)
+    found = jax.jit(lambda *a: gather.rows(*a, mode))(table, index)
     assert (np.asarray(found) == table[index]).all()
+
+
+@pytest.mark.parametrize("name", LATENTS)
+def test_gather_takes_the_named_rows_without_a_race(name: str) -> None:
+    check_gather(formats.latent(name).row_bytes // 4)
     assert not races_found()
 
 
-def test_scores_are_the_formulas_where_a_page_is_missing_too() -> None:
+def scored(
+    requests: list[int], lengths: list[int], table: torch.Tensor, queries: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Return the kernel's scores and the formula's, over a cache of 24 pages that a seed makes."""
     fmt = formats.index("index.fp8.e4m3fn.f32.page64")
-    cache = torch.full((12, fmt.page_bytes), 0xFF, dtype=torch.uint8)
-    fmt.write(cache, torch.arange(12 * 64), torch.randn(12 * 64, 128))
-    q, weights = fmt.encode_query(torch.randn(3, 5, 128))[0], torch.randn(3, 5)
-    table = torch.full((2, 16), -1, dtype=torch.int32)
-    table[0, :10], table[1, :3] = torch.randperm(12)[:10].int(), torch.tensor([4, -1, 7])
-    rows = torch.tensor([0, 1, 0]).int(), torch.tensor([600, 130, 0]).int()
-    operands = [t.numpy() for t in (q.view(torch.uint8), weights, cache.view(12, 66, 128), table, *rows)]
+    cache = torch.full((24, fmt.page_bytes), 0xFF, dtype=torch.uint8)
+    keys = torch.randn(24 * 64, 128, generator=torch.Generator().manual_seed(1))
+    fmt.write(cache, torch.arange(24 * 64), keys)
+    q, weights = fmt.encode_query(queries[0])[0], queries[1]
+    rows = torch.tensor(requests).int(), torch.tensor(lengths).int()
+    operands = [t.numpy() for t in (q.view(torch.uint8), weights, cache.view(24, 66, 128), table, *rows)]
 
     def program(codes: Any, *rest: Any) -> Any:
         return scores.score(jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn), *rest, SIMULATED)
 
-    found = np.asarray(jax.jit(program)(*operands))
-    spec = IndexerSpec(index=fmt.name, num_heads=5)
-    none = torch.empty(3, 5, 0, dtype=torch.uint8)
+    spec = IndexerSpec(index=fmt.name, num_heads=q.shape[1])
+    none = torch.empty(*q.shape[:2], 0, dtype=torch.uint8)
     expected = indexer.indexer_logits(
         spec, q, none, weights, cache, table, *rows, dtype=torch.float64
     ).numpy()
-    for row, count in enumerate(rows[1].tolist()):
+    return np.asarray(jax.jit(program)(*operands)), expected
+
+
+def check_scores() -> None:
+    """Hold scores of single rows against the formula, also where a page is missing."""
+    table = torch.full((2, 16), -1, dtype=torch.int32)
+    table[0, :10], table[1, :3] = torch.randperm(24)[:10].int(), torch.tensor([4, -1, 7])
+    lengths = [600, 130, 0]
+    found, expected = scored([0, 1, 0], lengths, table, (torch.randn(3, 5, 128), torch.randn(3, 5)))
+    for row, count in enumerate(lengths):
         np.testing.assert_allclose(found[row, :count], expected[row, :count], rtol=1e-5, atol=1e-3)
+
+
+def test_scores_are_the_formulas_where_a_page_is_missing_too() -> None:
+    check_scores()
     assert not races_found()
 
 
-def attended(valid: np.ndarray[Any, Any], codes: torch.Tensor) -> tuple[Any, Any]:
-    q = torch.randn(2, 12, 576).bfloat16()
-    operands = (jnp.asarray(q.float().numpy(), jnp.bfloat16), codes.view(torch.uint8).numpy(), valid)
-    scale = np.array([0.05, 0.5], np.float32)
-    program = jax.jit(lambda *a: attention.attend(*a, jnp.dtype("float32"), SIMULATED))
-    out, lse = (np.asarray(x) for x in program(*operands, scale))
-    keys = codes.double()
-    logits = torch.einsum("thd,tkd->thk", q.double(), keys) * np.float64(scale[0])
-    logits = logits.masked_fill(torch.tensor(valid == 0)[:, None], -INF)
-    expected = torch.einsum("thk,tkd->thd", logits[:1].softmax(-1), keys[:1, :, :512]) * 0.5
-    np.testing.assert_allclose(out[0], expected[0].numpy(), rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(lse[0], logits.logsumexp(-1)[0].numpy(), rtol=1e-6)
-    return out, lse
+#: Two tiles: a causal run of four rows, one row, an empty row between two of a request, and a run across the tiles.
+REQUESTS = [0] * 4 + [1] + [2] * 3 + [0] * 10
+LENGTHS = [1101, 1102, 1103, 1104, 130, 65, 0, 1, *range(201, 211)]
 
 
-def test_attention_leaves_out_what_does_not_count_whatever_it_holds() -> None:
-    codes = torch.randn(2, 384, 576).to(torch.float8_e4m3fn)
-    valid = (np.random.default_rng(1).random((2, 384)) < 0.7).astype(np.int32)
+@dataclasses.dataclass
+class Prefill:
+    """Scores of two tiles, the formula's, the copies of pages that they took, and whether there was a race."""
+
+    table: torch.Tensor
+    queries: tuple[torch.Tensor, torch.Tensor]
+    found: np.ndarray[Any, Any]
+    expected: np.ndarray[Any, Any]
+    copies: int
+    raced: bool
+
+
+class Counted:
+    """A copy that counts the pages that it brings."""
+
+    pages = 0
+
+    def __init__(self, *operands: Any) -> None:
+        self.copy, self.page = pltpu.make_async_copy(*operands), operands[0].dtype == jnp.uint8
+
+    def start(self) -> None:
+        if self.page:
+            jax.debug.callback(self.count)
+        self.copy.start()
+
+    def wait(self) -> None:
+        self.copy.wait()
+
+    @staticmethod
+    def count() -> None:
+        Counted.pages += 1
+
+
+@pytest.fixture(scope="module")
+def prefill() -> Prefill:
+    table = torch.stack([torch.randperm(24)[:20] for _ in range(3)]).int()
+    table = torch.nn.functional.pad(table, (0, 12), value=-1)
+    queries = torch.randn(len(REQUESTS), 4, 128), torch.randn(len(REQUESTS), 4)
+    Counted.pages = 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scores, "pltpu", SimpleNamespace(**{**vars(pltpu), "make_async_copy": Counted}))
+        found, expected = scored(REQUESTS, LENGTHS, table, queries)
+    jax.effects_barrier()
+    return Prefill(table, queries, found, expected, Counted.pages, races_found())
+
+
+def test_rows_that_share_pages_have_the_formulas_scores_without_a_race(prefill: Prefill) -> None:
+    for row, count in enumerate(LENGTHS):
+        found, expected = prefill.found[row, :count], prefill.expected[row, :count]
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-3)
+    assert not prefill.raced
+
+
+@pytest.mark.parametrize("row", [3, 12])
+def test_a_row_that_shares_pages_has_the_bits_that_it_has_alone(prefill: Prefill, row: int) -> None:
+    one = slice(row, row + 1)
+    q, weights = prefill.queries
+    alone, _ = scored(REQUESTS[one], LENGTHS[one], prefill.table, (q[one], weights[one]))
+    assert (alone[0, : LENGTHS[row]] == prefill.found[row, : LENGTHS[row]]).all()
+
+
+def test_a_run_of_rows_reads_each_page_of_its_request_once(prefill: Prefill) -> None:
+    runs = (18, 3, 2, 4, 4)  # pages of each run's longest row, the last cut in two by the tiles' border
+    assert prefill.copies == sum(runs)
+
+
+def packed_latents(name: str, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows ``[count, row_bytes]`` and their values in float64."""
+    fmt = formats.latent(name)
+    scale = torch.tensor([0.5]) if fmt.needs_scale else None
+    rows = fmt.pack(torch.randn(count, 512) * torch.rand(count, 1), torch.randn(count, 64), scale)
+    return rows, fmt.unpack(rows, scale, torch.float64)
+
+
+def check_attention(name: str) -> None:
+    """Hold attention over rows of a format against the formula; what does not count holds NaNs."""
+    layout, count = latents.LAYOUTS[name], 256
+    rows, keys = packed_latents(name, 2 * count)
+    valid = (np.random.default_rng(1).random((2, count)) < 0.7).astype(np.int32)
     valid[1] = 0
-    clean = codes.clone()
-    codes.view(torch.uint8)[torch.tensor(valid == 0)] = 0x7F  # NaN
-    codes = torch.where(torch.tensor(valid == 0)[..., None], clean.float(), codes.float()).to(codes.dtype)
-    out, lse = attended(valid, codes)
+    rows[torch.tensor(valid == 0).flatten()] = 0xFF  # NaN as e4m3fn and as bfloat16
+    q = torch.randn(2, 12, 576).bfloat16()
+    scale = np.array([0.05, 0.5 if layout.needs_scale else 1.0], np.float32)
+
+    def program(q: Any, words: Any, *rest: Any) -> Any:
+        dense = layout.dense(words).reshape(2, count, -1)
+        return attention.attend(q, dense, *rest, layout, jnp.dtype("float32"), SIMULATED)
+
+    operands = (jnp.asarray(q.float().numpy(), jnp.bfloat16), rows.view(torch.int32).numpy(), valid, scale)
+    out, lse = (np.asarray(x) for x in jax.jit(program)(*operands))
+    dots = torch.einsum("hd,kd->hk", q[0].double(), keys[:count]) / scale[1] * np.float64(scale[0])
+    logits = dots.masked_fill(torch.tensor(valid[0] == 0), -INF)
+    expected = logits.softmax(-1) @ keys[:count, :512]
+    np.testing.assert_allclose(out[0], expected.numpy(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(lse[0], logits.logsumexp(-1).numpy(), rtol=1e-6)
     assert (out[1] == 0).all()
     assert (lse[1] == -INF).all()
     assert not races_found()
+
+
+@pytest.mark.parametrize("name", LATENTS)
+def test_attention_leaves_out_what_does_not_count_whatever_it_holds(name: str) -> None:
+    check_attention(name)
+
+
+def check_unpacked() -> None:
+    """Hold every e2m1 code times every scale against the format's own reading."""
+    fmt, layout = formats.latent("latent.nvfp4.352"), latents.LAYOUTS["latent.nvfp4.352"]
+    rows = torch.randint(0, 256, (256, 352), dtype=torch.uint8)
+    rows[:, 256:320] &= 0x77  # no NaN in the shared part, of which a kernel makes the whole key NaN
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes[codes & 0x7F == 0x7F] = 0
+    rows[:, 320:] = (codes[:, None] + torch.arange(32, dtype=torch.uint8)) & 0x7F
+    rows[:, 320:][rows[:, 320:] == 0x7F] = 0
+
+    def kernel(bytes_: Any, counts: Any, out: Any) -> None:
+        out[...] = layout.keys(bytes_[...], counts[...])
+
+    shape = jax.ShapeDtypeStruct((256, layout.width), jnp.bfloat16)
+    run = pl.pallas_call(kernel, out_shape=shape, interpret=SIMULATED.interpret)
+    found = np.asarray(run(rows.numpy(), np.ones((1, 256), np.int32))).astype(np.float64)
+    stored = np.asarray(layout.query(jnp.asarray(fmt.unpack(rows, None, torch.float64).numpy())))
+    assert (found[:, :576] == stored[:, :576]).all()
+
+
+def test_packed_latents_are_unpacked_to_the_bit() -> None:
+    check_unpacked()
 
 
 # A kernel with one realistic fault must be found wrong, or the checks above prove nothing.
@@ -131,10 +264,64 @@ def test_ties_by_lane_order_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_gather_off_by_one_page_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gather.jnp, "clip", lambda index, low, high: jnp.minimum(index + 64, high))
-    table = np.arange(200 * 144, dtype=np.int32).reshape(200, 144)
-    index = np.arange(128, dtype=np.int32)
-    found = jax.jit(lambda *a: gather.rows(*a, Mode(simulated=True)))(table, index)
-    assert not (np.asarray(found) == table[index]).all()
+    with pytest.raises(AssertionError):
+        check_gather(88, Mode(simulated=True))
+
+
+def neighbour(place: Any) -> Any:
+    """Return the rule with the scale of the next group of a row."""
+    return lambda group: place((group + 1) % 32)
+
+
+@pytest.mark.parametrize(
+    "fault", [neighbour, lambda place: lambda group: group], ids=["next group", "no lanes"]
+)
+@pytest.mark.parametrize("check", [check_unpacked, lambda: check_attention("latent.nvfp4.352")])
+def test_the_scale_of_another_group_would_be_seen(
+    monkeypatch: pytest.MonkeyPatch, fault: Any, check: Any
+) -> None:
+    monkeypatch.setattr(latents, "scale_place", fault(latents.scale_place))
+    with pytest.raises(AssertionError):
+        check()
+
+
+def without_wait(module: Any) -> Any:
+    """Return pltpu with copies for which nobody waits."""
+
+    class Unawaited:
+        def __init__(self, *operands: Any) -> None:
+            self.copy = module.make_async_copy(*operands)
+
+        def start(self) -> None:
+            self.copy.start()
+
+        def wait(self) -> None:
+            pass
+
+    return SimpleNamespace(**{**vars(module), "make_async_copy": Unawaited})
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run copies when they start: else one that nobody waits for never runs, and races with nothing."""
+    params = functools.partial(pltpu.InterpretParams, dma_execution_mode="eager")
+    monkeypatch.setattr(pltpu, "InterpretParams", params)
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_missing_barrier_before_a_buffer_is_filled_again_is_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "pltpu", without_wait(gather.pltpu))
+    with suppress(AssertionError):
+        check_gather(88, Mode(simulated=True))
+    assert races_found()
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_missing_barrier_before_a_page_is_read_is_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scores, "pltpu", without_wait(scores.pltpu))
+    with suppress(AssertionError):
+        check_scores()
+    assert races_found()
 
 
 def test_one_buffer_for_two_copies_is_a_race_that_the_detector_finds(monkeypatch: pytest.MonkeyPatch) -> None:

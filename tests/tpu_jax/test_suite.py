@@ -15,6 +15,8 @@ from kimi_hal_conformance.verdict import PASSED
 
 KDA = ("kda_prefill", "kda_decode", "kda_verify", "kda_commit")
 
+ATTENTION = ("gather", "decode", "prefill")
+
 
 def run(path: Path, *options: str) -> list[tuple[str, str, tuple[str, ...]]]:
     command = [
@@ -53,9 +55,7 @@ def test_every_kernel_compiles_for_every_generation_that_can_run_it(tmp_path: Pa
             "indexer_logits/prefill",
             "indexer_topk/decode",
             "topk_select/select",
-            "sparse_mla/gather",
-            "sparse_mla/decode",
-            "sparse_mla/prefill",
+            *(f"sparse_mla/{kernel}{latent}" for kernel in ATTENTION for latent in ("", "-nvfp4", "-bf16")),
             *(f"{operator}/{operator.removeprefix('kda_')}" for operator in KDA),
         }
     assert {case for case in compiled if case.endswith("/v5e")} == {

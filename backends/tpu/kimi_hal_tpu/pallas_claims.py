@@ -19,14 +19,14 @@ SCORED: dict[str, Domain] = {
     "weights_dtype": FLOAT,
     **DCP,
 }
-#: A row of scores stands whole in VMEM: 2^20 keys are 4 MB.
+#: A line of the block table stands whole in SMEM, twice: 2^20 keys are 128 KB.
 ONE_ROW: dict[str, Domain] = {"max_context": Range(0, 1 << 20)}
 SPECS: dict[str, dict[str, Domain]] = {
     "indexer_logits": SCORED,
     "indexer_topk": SCORED | SELECTED | {"emit": OneOf(("local", "slot"))},
     "topk_select": SELECTED | DCP | {"score": FLOAT, "scores_dtype": FLOAT, "has_row_start": FLAG},
     "sparse_mla": {
-        "latent": OneOf(("latent.fp8.e4m3fn.tensor",)),
+        "latent": OneOf(("latent.fp8.e4m3fn.tensor", "latent.nvfp4.352", "latent.bf16")),
         "page": Range(1, 1 << 20),
         **DCP,
         "num_heads": Range(1, 128),

@@ -1,7 +1,8 @@
-"""Attention on TensorCore over a dense buffer of gathered FP8 latents: softmax over blocks, with its LSE.
+"""Attention on TensorCore over a dense buffer of gathered latents: softmax over blocks, with its LSE.
 
-An FP8 element is exact in bfloat16, so both products run on the MXU in bfloat16 and lose nothing of the keys. The
-probabilities are split into two or three bfloat16 terms whose sum is the float32 number to 16 or 24 bits.
+Latents are unpacked in VMEM to bfloat16, in which they are exact, so both products run on the MXU in bfloat16 and lose
+nothing of the keys. The probabilities are split into two or three bfloat16 terms whose sum is the float32 number to 16
+or 24 bits.
 """
 
 from __future__ import annotations
@@ -13,60 +14,62 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kimi_hal_tpu.pallas.latents import RANK, Scaled
 from kimi_hal_tpu.pallas.mode import Array, Mode, Ref
 
 #: Keys of one step of the grid, at most.
 BLOCK = 512
-LATENT = 512
 
 
 def attend(
-    q: Array, keys: Array, valid: Array, scales: Array, out_dtype: jnp.dtype, mode: Mode
+    q: Array, keys: Array, valid: Array, scales: Array, layout: Scaled, out_dtype: jnp.dtype, mode: Mode
 ) -> tuple[Array, Array]:
     """Attend from each row's heads to the row's own keys.
 
     Args:
         q: ``[T, H, 576]`` bfloat16.
-        keys: ``[T, K, 576]`` uint8, e4m3fn codes; K a multiple of 128.
+        keys: ``[T, K, …]``, rows as ``layout.dense`` gives them; K a multiple of 128.
         valid: ``[T, K]`` int32, 1 where a key counts. What does not count is never multiplied.
         scales: ``[2]`` float32: what a dot product and what a value is multiplied with.
+        layout: of the rows.
         out_dtype: of the result: bfloat16 or float32.
         mode: compiled or interpreted.
 
     Returns:
         ``[T, H, 512]`` and the natural LSE ``[T, H]`` float32.
     """
+    q = layout.query(q)
     rows, heads, width = q.shape
     count = keys.shape[1]
     block = next(size for size in (BLOCK, 256, 128) if count % size == 0)
     terms = 2 if out_dtype == jnp.bfloat16 else 3
     out, lse = pl.pallas_call(
-        functools.partial(_kernel, terms=terms),
+        functools.partial(_kernel, layout=layout, terms=terms),
         out_shape=(
-            jax.ShapeDtypeStruct((rows, heads, LATENT), out_dtype),
+            jax.ShapeDtypeStruct((rows, heads, RANK), out_dtype),
             jax.ShapeDtypeStruct((rows, heads, 1), jnp.float32),
         ),
         grid=(rows, count // block),
         in_specs=[
             pl.BlockSpec(memory_space=pltpu.SMEM),
             pl.BlockSpec((1, heads, width), lambda t, j: (t, 0, 0)),
-            pl.BlockSpec((1, block, width), lambda t, j: (t, j, 0)),
+            pl.BlockSpec((1, block, keys.shape[2]), lambda t, j: (t, j, 0)),
             pl.BlockSpec((1, 1, block), lambda t, j: (t, 0, j)),
         ],
         out_specs=(
-            pl.BlockSpec((1, heads, LATENT), lambda t, j: (t, 0, 0)),
+            pl.BlockSpec((1, heads, RANK), lambda t, j: (t, 0, 0)),
             pl.BlockSpec((1, heads, 1), lambda t, j: (t, 0, 0)),
         ),
         scratch_shapes=[
             pltpu.VMEM((heads, 1), jnp.float32),
             pltpu.VMEM((heads, 1), jnp.float32),
-            pltpu.VMEM((heads, LATENT), jnp.float32),
+            pltpu.VMEM((heads, RANK), jnp.float32),
         ],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         interpret=mode.interpret,
         name="sparse_mla",
     )(scales, q, keys, valid[:, None, :])
-    return out, lse[..., 0]
+    return layout.result(out), lse[..., 0]
 
 
 def _kernel(
@@ -80,6 +83,7 @@ def _kernel(
     total: Ref,
     sums: Ref,
     *,
+    layout: Scaled,
     terms: int,
 ) -> None:
     step = pl.program_id(1)
@@ -91,7 +95,7 @@ def _kernel(
         sums[...] = jnp.zeros_like(sums)
 
     counts = valid[0]
-    key = latents(keys[0], counts)
+    key = layout.keys(keys[0], counts)
     dots = jax.lax.dot_general(q[0], key, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     logits = jnp.where(counts != 0, dots * scales[0], -jnp.inf)
     new_top = jnp.maximum(top[...], jnp.max(logits, axis=1, keepdims=True))
@@ -100,7 +104,7 @@ def _kernel(
     weights = jnp.where(counts != 0, jnp.exp(logits - base), 0.0)
     kept = jnp.exp(top[...] - base)
     total[...] = total[...] * kept + jnp.sum(weights, axis=1, keepdims=True)
-    sums[...] = sums[...] * kept + product(weights, key[:, :LATENT], terms)
+    sums[...] = sums[...] * kept + product(weights, key[:, :RANK], terms)
     top[...] = new_top
 
     @pl.when(step == pl.num_programs(1) - 1)
@@ -108,13 +112,6 @@ def _kernel(
         whole, high = total[...], top[...]
         out[0] = (sums[...] / jnp.where(whole == 0, 1.0, whole) * scales[1]).astype(out.dtype)
         lse[0] = jnp.where(jnp.isinf(high), high, high + jnp.log(whole))
-
-
-def latents(codes: Array, counts: Array) -> Array:
-    """Return the keys of a block in bfloat16, 0 where one does not count: 0 · NaN would be NaN."""
-    values = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
-    column = jnp.transpose(jnp.broadcast_to(counts, (8, counts.shape[1])))[:, :1]
-    return jnp.where(column != 0, values, 0.0).astype(jnp.bfloat16)
 
 
 def product(weights: Array, values: Array, terms: int) -> Array:

@@ -6,16 +6,20 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from kimi_hal.dispatch.contract import Compiled, Instruction, Kernel, Target
 from kimi_hal_tpu.pallas import aot, attention, gather, scores, selection
+from kimi_hal_tpu.pallas.latents import LAYOUTS, Scaled
 from kimi_hal_tpu.pallas.mode import Mode
 
 MODE = Mode()
 #: Rows of a decode and of a piece of a prefill, keys of a request, slots of a cache: 1 GB of index pages.
 DECODE, PREFILL, CONTEXT, PAGES, SLOTS = 64, 512, 65536, 16384, 1 << 18
 HEADS, INDEX_HEADS, TOPK = 12, 32, 2048
+#: Latent formats and what their kernels' names end in.
+LATENTS = {"latent.fp8.e4m3fn.tensor": "", "latent.nvfp4.352": "-nvfp4", "latent.bf16": "-bf16"}
 TENSOR_CORE = Instruction("tpu_custom_call", "the kernel is Mosaic's code and not a composition of XLA")
 SPARSE_CORE = Instruction("sparsecore", "the kernel runs on SparseCore")
 
@@ -43,13 +47,17 @@ def indexer_topk(target: Target) -> list[Kernel]:
 
 
 def sparse_mla(target: Target) -> list[Kernel]:
-    """Return the gather of latents, and attention over what was gathered in a decode and in a prefill."""
-    table = [((SLOTS, 144), jnp.int32), ((DECODE * TOPK,), jnp.int32)]
-    return [
-        _kernel(target, "gather", lambda *a: gather.rows(*a, MODE), table, sparse=True),
-        _attention(target, "decode", DECODE),
-        _attention(target, "prefill", PREFILL),
-    ]
+    """Return the gather of latents, and attention over what was gathered in a decode and in a prefill, by format."""
+    found = []
+    for latent, suffix in LATENTS.items():
+        layout = LAYOUTS[latent]
+        table = [((SLOTS, layout.row_bytes // 4), jnp.int32), ((DECODE * TOPK,), jnp.int32)]
+        found += [
+            _kernel(target, f"gather{suffix}", lambda *a: gather.rows(*a, MODE), table, sparse=True),
+            _attention(target, f"decode{suffix}", DECODE, layout),
+            _attention(target, f"prefill{suffix}", PREFILL, layout),
+        ]
+    return found
 
 
 def _scored(rows: int) -> list[aot.Operand]:
@@ -67,15 +75,17 @@ def _scores(target: Target, name: str, rows: int) -> Kernel:
     return _kernel(target, name, lambda *a: scores.score(*a, MODE), _scored(rows))
 
 
-def _attention(target: Target, name: str, rows: int) -> Kernel:
+def _attention(target: Target, name: str, rows: int, layout: Scaled) -> Kernel:
+    words = jax.ShapeDtypeStruct((rows * TOPK, layout.row_bytes // 4), jnp.int32)
+    dense = jax.eval_shape(layout.dense, words)
     operands = [
         ((rows, HEADS, 576), jnp.bfloat16),
-        ((rows, TOPK, 576), jnp.uint8),
+        ((rows, TOPK, dense.shape[1]), dense.dtype),
         ((rows, TOPK), jnp.int32),
         ((2,), jnp.float32),
     ]
     out = jnp.dtype(jnp.bfloat16)
-    return _kernel(target, name, lambda *a: attention.attend(*a, out, MODE), operands)
+    return _kernel(target, name, lambda *a: attention.attend(*a, layout, out, MODE), operands)
 
 
 def _kernel(

@@ -14,13 +14,15 @@ from kimi_hal_tpu.pallas.mode import Array, Mode, Ref
 
 #: Rows of one indirect stream: the longest index vector that a stream takes.
 BLOCK = 128
+#: Words of a stream: two buffers of them are within a subcore's share on every generation.
+STREAM = 128 * 144
 
 
 def rows(table: Array, index: Array, mode: Mode) -> Array:
     """Return ``table[index]``.
 
     Args:
-        table: ``[slots, words]`` int32 in HBM; a row is a multiple of 16 words.
+        table: ``[slots, words]`` int32 in HBM; a row is a multiple of 8 words and at most 288.
         index: ``[n]`` int32, n a multiple of 128; each is clamped to a row of the table.
         mode: compiled or interpreted.
 
@@ -28,14 +30,15 @@ def rows(table: Array, index: Array, mode: Mode) -> Array:
         ``[n, words]`` int32.
     """
     count, words = index.shape[0], table.shape[1]
+    block = BLOCK if BLOCK * words <= STREAM else BLOCK // 2
     kernel = mode.on_subcores(
-        functools.partial(_kernel, blocks=count // BLOCK, mode=mode),
+        functools.partial(_kernel, block=block, blocks=count // block, mode=mode),
         jax.ShapeDtypeStruct((count, words), table.dtype),
         [
-            pltpu.VMEM((BLOCK,), jnp.int32),
-            pltpu.VMEM((BLOCK,), jnp.int32),
-            pltpu.VMEM((BLOCK, words), table.dtype),
-            pltpu.VMEM((BLOCK, words), table.dtype),
+            pltpu.VMEM((block,), jnp.int32),
+            pltpu.VMEM((block,), jnp.int32),
+            pltpu.VMEM((block, words), table.dtype),
+            pltpu.VMEM((block, words), table.dtype),
             pltpu.SemaphoreType.DMA((2,)),
             pltpu.SemaphoreType.DMA((2,)),
         ],
@@ -57,29 +60,30 @@ def _kernel(
     reading: Ref,
     writing: Ref,
     *,
+    block: int,
     blocks: int,
     mode: Mode,
 ) -> None:
     """Gather every ``workers``-th block; while one buffer is written out, the other is filled."""
     buffers = ((index_0, rows_0), (index_1, rows_1))
 
-    def written(slot: int, block: Array) -> Any:
-        target = out.at[pl.ds(block * BLOCK, BLOCK)]
+    def written(slot: int, number: Array) -> Any:
+        target = out.at[pl.ds(number * block, block)]
         return pltpu.make_async_copy(buffers[slot][1], target, writing.at[slot])
 
     def turn(slot: int, i: Array) -> None:
-        block = worker + i * workers
+        number = worker + i * workers
         picked, filled = buffers[slot]
 
-        @pl.when((i >= 2) & (block < blocks + 2 * workers))
+        @pl.when((i >= 2) & (number < blocks + 2 * workers))
         def _free() -> None:
-            written(slot, block - 2 * workers).wait()
+            written(slot, number - 2 * workers).wait()
 
-        @pl.when(block < blocks)
+        @pl.when(number < blocks)
         def _gather() -> None:
-            pltpu.sync_copy(index.at[pl.ds(block * BLOCK, BLOCK)], picked)
+            pltpu.sync_copy(index.at[pl.ds(number * block, block)], picked)
             mode.gather_rows(table, picked, filled, reading.at[slot]).wait()
-            written(slot, block).start()
+            written(slot, number).start()
 
     def pair(i: Array, _: None) -> None:
         turn(0, 2 * i)

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 from kimi_hal.ops.sparse_mla import SparseMLASpec
 from kimi_hal.parallel import ownership
 from kimi_hal_tpu.pallas import attention, gather
+from kimi_hal_tpu.pallas.latents import LAYOUTS, as_words
 from kimi_hal_tpu.pallas.mode import Array, Mode
 
-ROW_BYTES = 576
-WORDS = ROW_BYTES // 4
 QUERY = {"float8_e4m3fn": jnp.float8_e4m3fn, "float8_e4m3fnuz": jnp.float8_e4m3fnuz}
 
 
@@ -23,18 +22,13 @@ def sparse_mla(spec: SparseMLASpec, given: Mapping[str, Array], mode: Mode) -> t
     rows, count = slots.shape
     whole = max(1, -(-count // gather.BLOCK)) * gather.BLOCK
     slots = jnp.pad(slots, ((0, 0), (0, whole - count)), constant_values=-1)
-    table = as_words(given["cache"].reshape(-1, ROW_BYTES))
-    gathered = gather.rows(table, slots.reshape(-1), mode)
-    codes = jax.lax.bitcast_convert_type(gathered, jnp.uint8).reshape(rows, whole, ROW_BYTES)
+    layout = LAYOUTS[spec.latent]
+    table = as_words(given["cache"].reshape(-1, layout.row_bytes))
+    keys = layout.dense(gather.rows(table, slots.reshape(-1), mode)).reshape(rows, whole, -1)
     valid = (slots >= 0).astype(jnp.int32)
-    q = query(spec, given["q"])
-    out, lse = attention.attend(q, codes, valid, factors(spec, given), jnp.dtype(spec.out_dtype), mode)
+    q, scales = query(spec, given["q"]), factors(spec, given)
+    out, lse = attention.attend(q, keys, valid, scales, layout, jnp.dtype(spec.out_dtype), mode)
     return out, lse if spec.return_lse else lse[:, :0]
-
-
-def as_words(rows: Array) -> Array:
-    """View rows of bytes as rows of 32-bit words: SparseCore's streams move words."""
-    return jax.lax.bitcast_convert_type(rows.reshape(rows.shape[0], WORDS, 4), jnp.int32)
 
 
 def query(spec: SparseMLASpec, q: Array) -> Array:
@@ -46,7 +40,7 @@ def query(spec: SparseMLASpec, q: Array) -> Array:
 
 def factors(spec: SparseMLASpec, given: Mapping[str, Array]) -> Array:
     """Return what a dot product of codes and a value of codes are multiplied with, ``[2]`` float32."""
-    k_scale = given["k_scale"][0]
+    k_scale = given["k_scale"][0] if LAYOUTS[spec.latent].needs_scale else jnp.float32(1.0)
     scale = jnp.float32(spec.softmax_scale) * k_scale
     if "q_scale" in given:
         scale = scale * given["q_scale"][0]
