@@ -11,7 +11,15 @@ import benchmarks
 
 #: Need a device, a group of machines or hours; run by name.
 BY_NAME_ONLY: frozenset[str] = frozenset(
-    {"false_alarms", "indexer", "nvidia_indexer", "nvidia_sparse_mla", "sparse_mla", "suite_time"}
+    {
+        "false_alarms",
+        "indexer",
+        "nvidia_indexer",
+        "nvidia_sparse_mla",
+        "sparse_mla",
+        "suite_time",
+        "tpu_chunks",
+    }
 )
 
 

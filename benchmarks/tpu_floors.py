@@ -14,6 +14,8 @@ HBM, BF16, FP8 = 3.7e12, 1.155e15, 2.3e15
 
 DECODE, PREFILL, CONTEXT, TOPK = 64, 512, 65536, 2048
 HEADS, INDEX_HEADS = 12, 32
+#: Of KDA: channels of a head, rows of a chunk and of a verify.
+DIM, CHUNK, DRAFTS = 128, 64, 8
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,55 @@ def attention(rows: int) -> Floor:
     )
 
 
+def tiled(rows: int, columns: int, size: int) -> int:
+    """Return the bytes of a matrix in whole tiles of 32-bit rows of 8 and 128 lanes."""
+    packed = 8 * (4 // size)
+    return -(-rows // packed) * packed * -(-columns // 128) * 128 * size
+
+
+def recurrence(rows: int, inputs: int, results: int, states: int, taps: int = 0) -> Floor:
+    """Return the floor of states that advance by ``rows`` rows each. The MXU has no part in it.
+
+    Seven operations of the vector unit an element of the state and row come on top: no rate of it is published.
+
+    Args:
+        rows: of one sequence.
+        inputs: bfloat16 rows of all heads that one sequence reads.
+        results: that it writes.
+        states: how often a state passes HBM: 1 where it is only read.
+        taps: float32 rows of all heads that the convolution multiplies with.
+    """
+    state, row, one = HEADS * DIM * DIM * 4, tiled(HEADS, DIM, 2), tiled(HEADS, 1, 4)
+    shared = (taps + 2) * tiled(HEADS, DIM, 4)
+    convolved = 3 * rows * row if taps else 0
+    return Floor(
+        hbm=DECODE * (states * state + (inputs + results) * HEADS * DIM * 2 + rows * one),
+        held=3 * state + 2 * ((inputs + results) * row + rows * one + shared) + convolved,
+        smem=5 * DECODE * 4,
+    )
+
+
+def chunks(rows: int) -> Floor:
+    """Return the floor of a prefill of one sequence by chunks, four heads a step of the grid.
+
+    Every product of float32 numbers is six of bfloat16 ones; the one that sums decays, a factor 0 or 1, is three.
+    """
+    count, heads, levels = rows // CHUNK, 4, CHUNK.bit_length() - 1
+    spans = (2 + levels) * CHUNK
+    pairs = levels * 2 * CHUNK * CHUNK * DIM
+    inverse = (levels - 1) * 2 * CHUNK**3
+    states = 3 * CHUNK * DIM * DIM  # what queries and keys read, what is written
+    rest = 2 * CHUNK * CHUNK * DIM
+    products = 6 * (pairs + inverse + states + rest) + 3 * spans * CHUNK * DIM
+    blocks = 5 * tiled(CHUNK, DIM, 2) + tiled(1, CHUNK, 4) + 2 * tiled(1, DIM, 4)
+    return Floor(
+        hbm=HEADS * (2 * DIM * DIM * 4 + rows * (5 * DIM * 2 + 4)),
+        bf16=2 * HEADS * count * products,
+        held=heads * (2 * blocks + DIM * DIM * 4) + 2 * tiled(spans, CHUNK, 2),
+        smem=4 * count * 4,
+    )
+
+
 def main() -> None:
     """Compute and keep every floor."""
     figures = {
@@ -96,6 +147,12 @@ def main() -> None:
         "sparse_mla/gather": gather(DECODE),
         "sparse_mla/decode": attention(DECODE),
         "sparse_mla/prefill": attention(PREFILL),
+        "kda_decode/decode": recurrence(1, inputs=4, results=1, states=2),
+        "kda_verify/verify": recurrence(
+            DRAFTS, inputs=3 * (3 + DRAFTS) + DRAFTS, results=3 * DRAFTS, states=1, taps=12
+        ),
+        "kda_commit/commit": recurrence(DRAFTS, inputs=3 * DRAFTS, results=0, states=2),
+        "kda_prefill/prefill": chunks(PREFILL),
     }
     for name, floor in figures.items():
         print(name, floor.figures())
