@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,10 +12,10 @@ from torch import Tensor
 from kimi_hal.dispatch.contract import Properties
 from kimi_hal.dispatch.hookspecs import DeviceHooks
 from kimi_hal.dispatch.plan import Plan, plan
-from kimi_hal.ops.operator import output_shapes
+from kimi_hal.ops.operator import OutputShape, output_shapes, torch_dtype
 from kimi_hal_conformance.forms import FormError, problems, results_of
 from kimi_hal_conformance.oracle import Answer, Question, buffers
-from kimi_hal_conformance.poison import Room
+from kimi_hal_conformance.poison import Room, poison
 from kimi_hal_conformance.step import metadata
 from kimi_hal_conformance.surroundings import end_copies
 from kimi_hal_conformance.trial import PLAIN, Declared
@@ -49,13 +49,15 @@ class Called:
     """What came out of one call: the answer on the CPU, and what was wrong beside the values.
 
     ``answer`` is ``None`` where the results are not of the kind that can be compared. ``declared`` is what the
-    plan that answered declares of them, ``promised`` what that of the operator on trial promises.
+    plan that answered declares of them, ``promised`` what that of the operator on trial promises. ``held`` are the
+    results themselves, where no buffers were given: as long as they are held, their memory is no one else's.
     """
 
     answer: Answer | None
     problems: tuple[str, ...]
     declared: Declared = PLAIN
     promised: Properties = field(default_factory=Properties)
+    held: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ def invoke(stage: Stage, found: Plan, placed: Mapping[str, Any]) -> Called:
     op, room = found.operator, stage.room
     shapes = output_shapes(op, found.spec, found.limits, placed)
     outs = {s.keyword: room.output(s.keyword, tuple(s.shape), s.dtype) for s in shapes} if stage.given else {}
+    if not (stage.given or room.sparse):
+        spoil(shapes, stage.subject.device)
     results = found.run(**placed, **outs, **scratch(stage, found, placed))
     end_copies()
     stage.subject.hooks.synchronize()
@@ -85,7 +89,18 @@ def invoke(stage: Stage, found: Plan, placed: Mapping[str, Any]) -> Called:
         return Called(None, wrong)
     named = dict(zip((s.keyword for s in shapes), results, strict=True))
     mutated = {n: stage.room.as_given(t) for n, t in buffers(op.mutated, placed).items()}
-    return Called(Answer(_on_host(named), _on_host(mutated)), (), declared(found), found.properties)
+    held = {} if stage.given else named
+    return Called(Answer(_on_host(named), _on_host(mutated)), (), declared(found), found.properties, held)
+
+
+def spoil(shapes: Sequence[OutputShape], device: str) -> None:
+    """Leave poison in the memory that an allocator hands out next for results of these shapes.
+
+    An earlier call's right results may be in it: a call that leaves a part of its own unwritten would look right.
+    """
+    spoilt = [torch.empty(tuple(s.shape), dtype=torch_dtype(s.dtype), device=device) for s in shapes]
+    for buffer in spoilt:
+        poison(buffer)
 
 
 def declared(found: Plan) -> Declared:

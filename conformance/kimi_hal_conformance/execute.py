@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kimi_hal import ops
 from kimi_hal.errors import SelectionError
@@ -147,4 +148,5 @@ def called(question: Question, subject: Subject) -> list[Called]:
     Later calls can be compared with the last: what it leaves unspecified is poison, the same in every call.
     """
     ways, one = (False, True) if question.op.outs or question.op.listed else (True,), OnePlan.of(subject)
-    return [call(question, one, given) for given in ways][::-1]
+    done = [call(question, one, given) for given in ways]  # the first results are held meanwhile
+    return [replace(found, held={}) for found in reversed(done)]

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from kimi_hal import ops
 from kimi_hal.dispatch.contract import Properties
-from kimi_hal_conformance import captured, shards
+from kimi_hal_conformance import captured, lasting, shards
 from kimi_hal_conformance.calls import Called, Subject
 from kimi_hal_conformance.captured import untried
 from kimi_hal_conformance.case import Case, drawn
-from kimi_hal_conformance.levels import BATCH_INVARIANT, CAPTURE, DETERMINISTIC, SHARDS, of_promise
+from kimi_hal_conformance.levels import BATCH_INVARIANT, CAPTURE, DETERMINISTIC, LASTING, SHARDS, of_promise
 from kimi_hal_conformance.oracle import Answer, Question
 from kimi_hal_conformance.poison import same_bits
 from kimi_hal_conformance.ranks import on_ranks, questions
@@ -39,14 +39,40 @@ class Effort:
     Args:
         repeats: calls beside the first, one at least and no more than there is time for; 0: no bits are compared.
         relations: what must hold between calls, and capture.
+        lasting: that results stay what they are while later calls are made (``lasting.py``).
     """
 
     repeats: int = 0
     relations: bool = False
+    lasting: bool = False
 
 
 #: Nothing is tried beyond the values.
 NONE = Effort()
+#: Relations that only a case of several rows or sequences has: such a case shows what relations can.
+APART = {"split", "split_bits"}
+
+
+@dataclass
+class Allowance:
+    """What is still to be tried beyond the values, while an implementation's cases are tried in turn.
+
+    Args:
+        relations: on so many more cases that show what relations can.
+        lasting: whether no case has yet shown that results last.
+    """
+
+    relations: int
+    lasting: bool = True
+
+    def effort(self, repeats: int) -> Effort:
+        """Return how much the next case is to try."""
+        return Effort(repeats, self.relations > 0, self.lasting or self.relations > 0)
+
+    def spend(self, tried: Iterable[str]) -> None:
+        """Take off what a case has tried."""
+        self.relations -= bool(APART & {*tried})
+        self.lasting = self.lasting and LASTING not in tried
 
 
 @dataclass(frozen=True)
@@ -69,8 +95,9 @@ class Kept:
 def kept(case: Case, subject: Subject, seed: int, effort: Effort, last: Sequence[Called]) -> Kept:
     """Try what an implementation declares and the contract asks beyond the values of one call.
 
-    Bits first: a call is repeated, and its first, middle and last row are called alone. Then relations between
-    calls, and capture. The first that does not hold is the last that is tried. Cases of ranks are repeated alone.
+    Bits first: a call is repeated, and its first, middle and last row are called alone. Then that results last,
+    relations between calls, and capture. The first that does not hold is the last that is tried. Of cases of ranks,
+    calls are repeated and results must last.
 
     Args:
         case: one that passed.
@@ -80,10 +107,10 @@ def kept(case: Case, subject: Subject, seed: int, effort: Effort, last: Sequence
         last: the case's last call, of each rank.
     """
     if case.sparse:  # one call is enough where gigabytes of addresses are behind it
-        effort = replace(effort, relations=False)
+        effort = replace(effort, relations=False, lasting=False)
     found, end = Kept(), time.monotonic() + LONG
     missed: dict[str, str] = {}
-    if not effort.repeats and not effort.relations:
+    if effort == NONE:
         return found
     promised = last[0].promised  # ranks promise alike
     for name, told in trials(case, subject, seed, effort, last):
@@ -111,6 +138,8 @@ def trials(
         yield DETERMINISTIC, _repeated(case, subject, seed, first, effort)
         if promised.batch_invariant and not case.ranks and (rows := _rows(case, seed)):
             yield BATCH_INVARIANT, _alone(case, subject, seed, first, rows)
+    if effort.lasting and lasting.applies(case):
+        yield LASTING, lasting.problems(case, subject, seed)
     if not effort.relations or case.ranks or ops.get(case.operator).listed:
         return
     ground = Ground(case, subject, seed, promised)

@@ -99,7 +99,8 @@ def _prepare(stage: Stage) -> Called:
     done = invoke(
         used, subject.plan("moe_experts", use, implementation=reader), operands | {"weights": prepared}
     )
-    return dataclasses.replace(done, promised=found.properties)
+    held = {} if stage.given else {f"weights[{i}]": tensor for i, tensor in enumerate(prepared)}
+    return dataclasses.replace(done, promised=found.properties, held=held)
 
 
 def _weights_problems(prepared: Any, placed: Mapping[str, Tensor]) -> Iterator[str]:

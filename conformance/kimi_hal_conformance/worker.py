@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import traceback
+from dataclasses import replace
 from typing import NoReturn
 
 import msgspec
@@ -32,15 +33,13 @@ from kimi_hal_conformance.execute import described, run_case
 from kimi_hal_conformance.integrity import Integrity
 from kimi_hal_conformance.levels import SPEED
 from kimi_hal_conformance.messages import SHRINKING, Batch, Done, Ended, Shrunk, Started, Timed, send
-from kimi_hal_conformance.promises import Effort
+from kimi_hal_conformance.promises import Allowance, Effort
 from kimi_hal_conformance.shrink import described as operands_of
 from kimi_hal_conformance.shrink import smallest
 from kimi_hal_conformance.speed.timing import UntimedError, timed
 from kimi_hal_conformance.surroundings import Surroundings, own
 from kimi_hal_conformance.verdict import FAILED, PASSED, Verdict
 
-#: Relations that only a case of several rows or sequences has: such a case shows what relations can.
-APART = {"split", "split_bits"}
 #: How much later than the suite's own limit a forgotten process ends itself.
 PATIENCE = 2
 
@@ -100,7 +99,7 @@ def run(batch: Batch, answers: int, judge: Integrity) -> None:
         return
     send(answers, Started(pid=os.getpid(), versions=versions))
     subject = Subject(batch.implementation, batch.device, hooks)
-    left, waiting = (0, False) if batch.undeclared else (batch.relations, True)
+    left, waiting = Allowance(batch.relations, lasting=not batch.undeclared), not batch.undeclared
     with contextlib.suppress(KimiHalError):  # else every case says so itself
         policy.freeze()  # as an engine does: to look for plugins again costs more than a small case
         if batch.undeclared:
@@ -108,13 +107,11 @@ def run(batch: Batch, answers: int, judge: Integrity) -> None:
     for case_id in batch.cases:
         signal.alarm(math.ceil(PATIENCE * batch.limit) + 60)
         claimed = case_id in cases.MADE
-        effort = Effort(
-            min(batch.repeats, 1) if claimed else batch.repeats, relations=left > 0 and not claimed
-        )
+        effort = Effort(min(batch.repeats, 1)) if claimed else left.effort(batch.repeats)
         verdict = run_case(cases.get(case_id), subject, batch.seed, effort)
         if tampered := judge.problems():
             verdict = msgspec.structs.replace(verdict, status=FAILED, problems=tuple(tampered))
-        left -= bool(APART & {*verdict.promises})
+        left.spend(verdict.promises)
         first, waiting = waiting and verdict.status == PASSED, waiting and verdict.status != PASSED
         if first and batch.untimed:
             verdict = msgspec.structs.replace(verdict, untried=verdict.untried | {SPEED: batch.untimed})
@@ -123,7 +120,7 @@ def run(batch: Batch, answers: int, judge: Integrity) -> None:
         if timing:
             send(answers, time_call(verdict.operator, subject))
         if verdict.status == FAILED:
-            send(answers, shrunk(verdict, subject, Effort(effort.repeats)))
+            send(answers, shrunk(verdict, subject, replace(effort, relations=False)))
 
 
 def shrunk(verdict: Verdict, subject: Subject, effort: Effort) -> Shrunk:

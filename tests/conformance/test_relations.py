@@ -196,15 +196,27 @@ def verdicts(report: Report) -> dict[tuple[str, str], Verdict]:
     [
         (
             "merge_attn_states",
-            ("deterministic", "batch_invariant", "purity", "permutation_bits", "split_bits", "in_place"),
+            (
+                "deterministic",
+                "batch_invariant",
+                "lasting",
+                "purity",
+                "permutation_bits",
+                "split_bits",
+                "in_place",
+            ),
         ),
-        ("kda_decode", ("deterministic", "purity", "padding", "permutation", "split", "steps")),
-        ("kda_prefill", ("deterministic", "purity", "padding", "permutation", "split", "chunks", "reuse")),
+        ("kda_decode", ("deterministic", "lasting", "purity", "padding", "permutation", "split", "steps")),
+        (
+            "kda_prefill",
+            ("deterministic", "lasting", "purity", "padding", "permutation", "split", "chunks", "reuse"),
+        ),
         (
             "indexer_topk",
             (
                 "deterministic",
                 "batch_invariant",
+                "lasting",
                 "purity",
                 "padding",
                 "permutation_bits",
@@ -212,7 +224,7 @@ def verdicts(report: Report) -> dict[tuple[str, str], Verdict]:
                 "shards",
             ),
         ),
-        ("topk_merge", ("deterministic",)),
+        ("topk_merge", ("deterministic", "lasting")),
     ],
 )
 def test_a_right_one_passes_all_that_its_operator_has(
@@ -224,7 +236,10 @@ def test_a_right_one_passes_all_that_its_operator_has(
 
 def test_who_declares_no_bits_is_held_to_the_oracle(verdicts: dict[tuple[str, str], Verdict]) -> None:
     found = verdicts["merge_attn_states", "modest"]
-    assert (found.status, found.promises) == (PASSED, ("purity", "permutation", "split", "in_place"))
+    assert (found.status, found.promises) == (
+        PASSED,
+        ("lasting", "purity", "permutation", "split", "in_place"),
+    )
 
 
 @pytest.mark.parametrize(
