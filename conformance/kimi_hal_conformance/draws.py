@@ -62,7 +62,7 @@ def hard_values(g: torch.Generator, rows: int, width: int) -> Tensor:
         elif kind == 5:
             x[row] = x[row].sign() * 2.0**-149
         elif kind == 6:
-            x[row] = (step % 33).float() / 16 + 1.03125
+            x[row] = (step % 33).float() / 16 + 1.0625
         elif kind == 7:
             x[row] = torch.ldexp(x[row].sign(), step % 24 - 12)
         elif kind == 8:

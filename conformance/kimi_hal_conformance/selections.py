@@ -125,7 +125,8 @@ def by_scores(trial: Trial) -> Iterator[Measure]:
     yield front_compacted("out", got["out"])
     narrow = torch.bfloat16 if NARROW in trial.declared.numerics else getattr(torch, spec.score)
     slack = score_slack(narrow, exact, reference, lengths)
-    for problem in unfair(spec, positions, exact, lengths, slack):
+    paged = with_page(trial, exact.shape[1])
+    for problem in unfair(spec, positions, exact, lengths, slack, paged):
         yield wrong("out", problem, exact=True)
     if spec.return_selected:
         at = positions.clamp(0, exact.shape[1] - 1).long()
@@ -133,11 +134,11 @@ def by_scores(trial: Trial) -> Iterator[Measure]:
         yield compare(
             "scores_out", got["scores_out"], chosen[0], chosen[1], classes=_narrowed(trial, chosen[0])
         )
-    yield from _by_own_scores(trial, positions, exact, reference, lengths)
+    yield from _by_own_scores(trial, positions, exact, reference, lengths, paged)
 
 
 def _by_own_scores(
-    trial: Trial, positions: Tensor, exact: Tensor, reference: Tensor, lengths: Tensor
+    trial: Trial, positions: Tensor, exact: Tensor, reference: Tensor, lengths: Tensor, paged: Tensor
 ) -> Iterator[Measure]:
     """Hold all scores to their budget, and the selection to what it must be on them."""
     own, spec = trial.got.outputs["all_scores_out"], trial.spec
@@ -145,7 +146,7 @@ def _by_own_scores(
     mine, x, theirs = (t.where(keys, 0.0) for t in (own, exact, reference))
     yield compare("all_scores_out", mine, x, theirs, classes=_narrowed(trial, x))
     select = TopKSpec(topk=spec.topk, score=spec.score, scores_dtype=spec.score, ordered=spec.ordered)
-    expected, _ = topk_select(select, own, lengths.int())
+    expected = emitted(topk_select(select, own, lengths.int())[0], paged)
     if trial.declared.tie_rule == "contract":
         yield from same_selection(positions, expected.int(), spec.ordered, "out, on its own scores")
         return
@@ -179,25 +180,51 @@ def score_slack(score: torch.dtype, exact: Tensor, reference: Tensor, lengths: T
 
 
 def unfair(
-    spec: IndexerTopKSpec, positions: Tensor, exact: Tensor, lengths: Tensor, slack: float
+    spec: IndexerTopKSpec, positions: Tensor, exact: Tensor, lengths: Tensor, slack: float, paged: Tensor
 ) -> Iterator[str]:
-    """Yield what is wrong with a selection under the oracle's scores."""
+    """Yield what is wrong with a selection under the oracle's scores; ``paged`` are the keys that it may emit."""
     ranked = exact.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    kept = lengths.clamp(max=spec.topk).tolist()
+    if spec.emit == "slot":
+        selected, _ = topk_select(TopKSpec(topk=spec.topk), exact.float(), lengths.int())
+        kept = (emitted(selected, paged) >= 0).sum(dim=1).tolist()
     for row, length in enumerate(lengths.tolist()):
         picked = positions[row][positions[row] >= 0].long()
-        wanted, distinct = min(spec.topk, length), len(set(picked.tolist()))
+        wanted, distinct = kept[row], len(set(picked.tolist()))
         if picked.numel() != wanted or distinct != wanted or bool((picked >= length).any()):
             yield f"row {row}: {distinct} distinct keys of {picked.numel()}, expected {wanted} of {length}"
             continue
         if spec.ordered and bool((picked.diff() <= 0).any()):
             yield f"row {row}: positions do not ascend"
-        rest = torch.ones(length, dtype=torch.bool)
+        rest = paged[row, :length].clone()
         rest[picked] = False
         if not rest.any() or not picked.numel():
             continue
         gap = float(ranked[row, :length][rest].max() - ranked[row, picked].min())
         if gap > slack:
             yield f"row {row}: a key that is left out beats a selected one by {gap:.3g}, budget {slack:.3g}"
+
+
+def with_page(trial: Trial, width: int) -> Tensor:
+    """Tell which local positions of each row a selection may emit: all, or as slots those that have a page."""
+    operands, spec = trial.question.operands, trial.spec
+    rows = operands["row_len"].shape[0]
+    if spec.emit == "local":
+        return torch.ones(rows, width, dtype=torch.bool)
+    table = operands["block_table"]
+    there = (table >= 0) & (table < operands["cache"].shape[0])
+    request = operands["row_req"].long()
+    known = (request >= 0) & (request < table.shape[0])
+    lines: Tensor = there[request.clamp(0, max(table.shape[0] - 1, 0))] & known[:, None]
+    return lines.repeat_interleave(spec.page, dim=1)[:, :width]
+
+
+def emitted(index: Tensor, paged: Tensor) -> Tensor:
+    """Return what is emitted of selected positions ``[T, k]``: those without a page drop out, the others close up."""
+    if not paged.shape[1]:
+        return index
+    there = (index >= 0) & paged.gather(1, index.long().clamp(0, paged.shape[1] - 1))
+    return selection.ascending(index.where(there, -1))
 
 
 def as_positions(trial: Trial, indices: Tensor) -> Tensor:

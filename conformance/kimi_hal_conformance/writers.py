@@ -76,6 +76,8 @@ def tied(elements: str, halves: str) -> Callable[[str], ModuleType]:
 
 def settled(x: Tensor, codes: Tensor, kind: MiniFloat, tie: str) -> Tensor:
     """Return codes whose ties to even are broken by another rule: ``away`` from zero, ``down`` towards it."""
+    if tie == "even":
+        return codes
     magnitude = codes & ((1 << (kind.width - 1)) - 1)
     sign = codes - magnitude
     values = minifloat.decode(magnitude, kind, torch.float64)

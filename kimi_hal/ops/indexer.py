@@ -392,7 +392,8 @@ def indexer_topk(
 
     Returns:
         indices: ``[T, k]`` int32. ``emit="local"``: local positions, on one rank the positions themselves.
-            ``emit="slot"``: physical slots of this cache view, in the order of their positions.
+            ``emit="slot"``: physical slots of this cache view, in the order of their positions; a selected key
+            behind a block-table entry that names no page has none: it drops out, and the others close up.
         scores: ``[T, k]`` in ``Spec.score``, aligned with indices, −inf where −1; ``[T, 0]`` without
             ``return_selected``.
 

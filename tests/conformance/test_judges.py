@@ -201,6 +201,22 @@ def test_a_fused_selection_that_lacks_a_key_is_wrong() -> None:
     assert "out: row 0: 62 distinct keys of 62, expected 63 of 63" in found
 
 
+PAGELESS = "indexer_topk/edges/slots-without-page"
+
+
+def test_a_selected_key_without_a_page_drops_out_of_slots() -> None:
+    trial = right(PAGELESS)
+    assert problems(trial, lambda outputs: None) == []
+    assert (trial.got.outputs["out"] >= 0).sum(dim=1).tolist() == [128, 72, 128, 64]
+
+
+def test_a_slot_of_a_page_behind_the_cache_is_wrong() -> None:
+    def behind(outputs: dict[str, torch.Tensor]) -> None:
+        outputs["out"][0, 128] = 4 * 64
+
+    assert any("entries differ" in text for text in problems(right(PAGELESS), behind))
+
+
 def test_slots_are_judged_by_the_positions_that_they_hold() -> None:
     trial = right("indexer_topk/slots")
     assert problems(trial, lambda o: shuffled(o, "out")) == []

@@ -19,6 +19,9 @@ THROUGHOUT = (
     "recurrence",
     "mixture",
     "offsets",
+    "lengths",
+    "ties",
+    "amplified",
 )
 
 

@@ -58,6 +58,20 @@ def broken_keys(spec: IndexerSpec) -> Make:
     return make
 
 
+def pageless_winners(spec: IndexerTopKSpec) -> Make:
+    """Return requests with fewer keys than are selected, some on a page that is missing or behind the cache's last."""
+
+    def make(g: torch.Generator) -> Operands:
+        return queries(g, spec, 4) | {
+            "cache": index_cache(g, spec.index, 4, torch.arange(256)),
+            "block_table": ints([0, -1, 1, 4, -1, 2, -7, 3]).view(2, 4),
+            "row_req": ints([0, 1, 1, 0]),
+            "row_len": ints([256, 200, 256, 100]),
+        }
+
+    return make
+
+
 def turned(spec: IndexQuerySpec) -> Make:
     """Return queries of a head count that no kernel's list has, heads of very different size."""
 
@@ -82,6 +96,9 @@ def cases() -> Iterator[Case]:
         rounded_ties(rounded, 2000),
         fault=5,
     )
+    slots = IndexerTopKSpec(index=FP8, num_heads=8, topk=160, emit="slot", return_selected=True)
+    label = "indexer_topk/edges/slots-without-page"
+    yield Case(label, "indexer_topk", slots, LIMITS, pageless_winners(slots), since=INTERP)
     scored = IndexerSpec(index=FP8, num_heads=8)
     yield Case(
         "indexer_logits/edges/broken-keys",
@@ -100,6 +117,7 @@ def cases() -> Iterator[Case]:
 
 WHY = {
     "indexer_topk/edges/ties-by-rounding": "Scores that are equal only once rounded to bfloat16.",
+    "indexer_topk/edges/slots-without-page": "A selected key without a page has no slot: it drops out, no gap is left.",
     "indexer_logits/edges/broken-keys": "A NaN in one key, a page that is missing: one column each, and no other.",
     "quantize_index_query/edges/heads24": "Head counts off every list, heads of very different size: a scale for each.",
 }

@@ -170,7 +170,7 @@ def odd_values(spec: StoreLatentSpec) -> Make:
         kv_c[1, :128] = 0.0
         kv_c[2, :16] = 1e-6
         kv_c[3, ::7] = 1e4
-        kv_c[4] = torch.arange(512).remainder(33).float() / 16 + 1.03125  # half way between two codes
+        kv_c[4] = torch.arange(512).remainder(33).float() / 16 + 1.0625  # some half way between two codes
         k_pe[0], k_pe[1, :8], k_pe[3, ::5] = 0.0, -1e-9, -1e4
         k_pe[4] = 1.0 + 2.0**-8 + torch.arange(64) * 2.0**-7  # half way between two bfloat16 numbers
         operands = {

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import msgspec
 import torch
 
+from kimi_hal import ops
 from kimi_hal.dispatch import policy
 from kimi_hal.dispatch.device import HostDevice
 from kimi_hal_conformance import case as cases
@@ -29,10 +30,14 @@ from kimi_hal_conformance.mutants.clone import Clone
 from kimi_hal_conformance.mutants.messages import Died, Job, Kill, Message, Outcome, Trying
 from kimi_hal_conformance.mutants.mutant import Mutant
 from kimi_hal_conformance.mutants.plugin import NAME
+from kimi_hal_conformance.promises import Allowance
 from kimi_hal_conformance.properties import PROPERTIES
 from kimi_hal_conformance.properties.property import violation
 from kimi_hal_conformance.shrink import described, smallest
 from kimi_hal_conformance.verdict import AGAINST, REFUSED, Verdict
+
+#: On how many cases of an operator relations are tried.
+RELATIONS = 2
 
 
 def main() -> None:
@@ -91,13 +96,14 @@ def tried(job: Job, announce: Callable[[str], None]) -> Outcome:
     start, count = time.perf_counter(), 0
     kills: list[Kill] = []
     refused: list[str] = []
+    left = {operator: Allowance(RELATIONS) for operator in ops.OPERATORS}
     mutant = catalogue.load()[job.mutant]
     policy.freeze()  # as an engine does: to look for plugins and sources again costs more than a small case
     for test in job.tests:
         announce(test)
         signal.alarm(job.limit)
         count += 1
-        kill = by_property(mutant, test) if test in PROPERTIES else by_case(mutant, test, job, refused)
+        kill = by_property(mutant, test) if test in PROPERTIES else by_case(mutant, test, job, refused, left)
         signal.alarm(0)
         if kill is not None:
             kills.append(kill)
@@ -119,15 +125,23 @@ def by_property(mutant: Mutant, test: str) -> Kill | None:
     return Kill(test=test, smallest=test, input=PROPERTIES[test].input, problem=problem) if problem else None
 
 
-def by_case(mutant: Mutant, test: str, job: Job, refused: list[str]) -> Kill | None:
-    """Run a case on the mutant; where it fails, find the smallest part of it that does."""
+def by_case(
+    mutant: Mutant, test: str, job: Job, refused: list[str], left: Mapping[str, Allowance]
+) -> Kill | None:
+    """Run a case on the mutant; where it fails, find the smallest part of it that does.
+
+    What relations may find is tried as in the quick profile: on the first cases of an operator that show it.
+    """
     subject = Subject(f"{NAME}.{mutant.id}", "cpu", HostDevice())
 
-    def verdict(case: Case) -> Verdict:
-        return run_case(case, subject, job.seed)
-
     case = cases.get(test)
+    effort = left[case.operator].effort(0)
+
+    def verdict(case: Case) -> Verdict:
+        return run_case(case, subject, job.seed, effort)
+
     found = verdict(case)
+    left[case.operator].spend(found.promises)
     if found.status == REFUSED:
         refused.append(test)
     if found.status not in AGAINST:

@@ -18,6 +18,7 @@ FAMILIES = (
     "core",
     "offsets",
     "operands",
+    "results",
 )
 
 

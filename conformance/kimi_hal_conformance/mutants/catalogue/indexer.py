@@ -133,6 +133,42 @@ MUTANTS = (
         fault=23,
     ),
     Mutant(
+        id="index_slots_leave_gaps",
+        file=REFERENCE,
+        old="order = (~live).int().argsort(dim=1, stable=True)",
+        new="order = (~live).int().argsort(dim=1, stable=True).sort(dim=1).values",
+        breaks="Where a selected key has no page, -1 stands between the slots of others.",
+        imitates="https://github.com/vllm-project/vllm/pull/25945",
+        passes="deepgemm",
+        operators=("indexer_topk",),
+        fault=7,
+    ),
+    Mutant(
+        id="index_pages_of_a_length_overflow",
+        file=REFERENCE,
+        old="keys = ownership.local_length(row_len.long(), ownership.of_keys(spec.dcp))",
+        new=(
+            "keys = torch.minimum(n := ownership.local_length(row_len.long(), ownership.of_keys(spec.dcp)), "
+            "(n + spec.page - 1).int().long() // spec.page * spec.page)"
+        ),
+        breaks="A length's pages are counted as (length + page - 1) / page in 32 bits, which wraps near 2^31.",
+        imitates="https://github.com/tensorflow/tensorflow/pull/127118",
+        passes="deepgemm",
+        operators=SCORES,
+        fault=7,
+    ),
+    Mutant(
+        id="index_positions_in_16_bits",
+        file=REFERENCE,
+        old="best = selection.scores_at(scores, picked)",
+        new="best = selection.scores_at(scores, picked := (picked + 1) % (1 << 16) - 1)",
+        breaks="Selected positions are kept in 16 bits: from 65,535 on they are another key's.",
+        imitates="https://github.com/vllm-project/vllm/pull/30754",
+        passes="deepgemm",
+        operators=("indexer_topk",),
+        fault=9,
+    ),
+    Mutant(
         id="index_scores_of_float32",
         file=REFERENCE,
         old="scores = selection.as_score(scores, getattr(torch, spec.score))",

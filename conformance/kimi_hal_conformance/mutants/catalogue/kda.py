@@ -292,6 +292,16 @@ SPECULATION = (
         fault=10,
     ),
     Mutant(
+        id="kda_conv_taps_in_bfloat16",
+        file=CONV,
+        old="taps = weight.to(dtype).unbind(1)",
+        new="taps = weight.bfloat16().to(dtype).unbind(1)",
+        breaks="Float32 taps are rounded to bfloat16 before they are multiplied.",
+        imitates="https://github.com/vllm-project/vllm/issues/52887",
+        passes="fla",
+        operators=("kda_conv",),
+    ),
+    Mutant(
         id="verify_in_wider_convolution",
         file=KDA,
         old="q, k, v = y.to(torch.bfloat16).view(-1, 3, spec.num_heads, spec.head_dim).unbind(1)",

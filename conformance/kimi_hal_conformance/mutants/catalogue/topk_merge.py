@@ -144,6 +144,19 @@ ORDERS = (
         fault=5,
     ),
     Mutant(
+        id="select_end_overflows",
+        file=ORDER,
+        old="return first, torch.minimum(lengths.long(), width - first).clamp(min=0)",
+        new=(
+            "return first, ((first + lengths.clamp(min=0)).int().long().clamp(max=width) - first).clamp(min=0)"
+        ),
+        breaks="The end of a row's window is its start plus its length in 32 bits, which wraps near 2^31.",
+        imitates="https://github.com/deepseek-ai/DeepSelect/pull/2",
+        passes="sorted-scores",
+        operators=("topk_select",),
+        fault=7,
+    ),
+    Mutant(
         id="select_local_length_floored",
         file=SELECT,
         old="lengths = ownership.local_length(row_len.long(), ownership.of_keys(spec.dcp))",
