@@ -31,14 +31,35 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--kimi-profile", metavar="NAME", default="", help="interp, quick (default), standard or full"
     )
     group.addoption("--kimi-case", metavar="ID", action="append", default=[], help="may be repeated")
+    group.addoption(
+        "--kimi-compile-only",
+        action="store_true",
+        help="compile its kernels for its targets, and run nothing",
+    )
+    group.addoption(
+        "--kimi-target",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="with --kimi-compile-only: this target alone; may be repeated",
+    )
     group.addoption("--kimi-implementation", metavar="NAME", default="", help="this one alone")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Start a session of the suite if a backend is named."""
-    if config.getoption("--kimi-backend"):
-        from kimi_hal_conformance.sessions import Session
+    compiling = config.getoption("--kimi-compile-only")
+    if config.getoption("--kimi-target") and not compiling:
+        raise pytest.UsageError("--kimi-target goes with --kimi-compile-only")
+    if not config.getoption("--kimi-backend"):
+        return
+    from kimi_hal_conformance.sessions import Session
 
+    if compiling:
+        from kimi_hal_conformance.compiling.sessions import CompileSession
+
+        config.pluginmanager.register(CompileSession(config), NAME)
+    else:
         config.pluginmanager.register(Session(config), NAME)
 
 

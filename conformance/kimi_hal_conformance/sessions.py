@@ -14,6 +14,7 @@ from kimi_hal.errors import KimiHalError, unknown
 from kimi_hal.settings import EXECUTIONS, Settings
 from kimi_hal_conformance.case import PROFILES
 from kimi_hal_conformance.cases import load
+from kimi_hal_conformance.compiling.order import Order
 from kimi_hal_conformance.conclusions import UNTESTED, replay
 from kimi_hal_conformance.conditions import child_environment
 from kimi_hal_conformance.lane import Lane
@@ -34,14 +35,14 @@ class Item:
         case: its id, or ``"<operator>/*"`` for what is said of all cases.
         trial: ``"<operator> <full name>"``.
         size: how many cases the implementation is to run.
-        batch: how the case is run, with this case alone; ``None``: it is left out.
+        batch: how the case is run, with this case alone, or what is compiled; ``None``: it is left out.
         reason: why it is left out.
     """
 
     case: str
     trial: str
     size: int
-    batch: Batch | None
+    batch: Batch | Order | None
     reason: str = ""
 
     @property
@@ -88,7 +89,7 @@ class Session:
 
         The cases that pytest will ask for next are under way meanwhile, where that is known.
         """
-        assert item.batch is not None
+        assert isinstance(item.batch, Batch)
         if self._coming[:1] != [item]:
             self._open(item)
         try:
@@ -110,7 +111,7 @@ class Session:
         if item in self._order and not self._alone:  # a process of pytest-xdist is told its share bit by bit
             rest = self._order[self._order.index(item) :]
             self._coming = [i for i in rest if i.trial == item.trial and i.batch is not None]
-        assert item.batch is not None
+        assert isinstance(item.batch, Batch)
         cases = tuple(i.case for i in self._coming)
         self._stream = self._lane.run(msgspec.structs.replace(item.batch, cases=cases))
 
