@@ -14,7 +14,7 @@ from kimi_hal.dispatch.contract import BuildContext
 from kimi_hal.parallel import ownership
 from kimi_hal.parallel.groups import require
 from kimi_hal_tpu import requirements
-from kimi_hal_tpu.static import StaticCall, operator, place, refuse_dynamic
+from kimi_hal_tpu.static import BYTES, StaticCall, operator, place, refuse_dynamic
 from kimi_hal_tpu.xla.exchange import TRACE, Exchange
 
 #: A program: Spec, tensors by name -> outputs, then mutated operands.
@@ -35,10 +35,15 @@ def build(ctx: BuildContext) -> Callable[..., Any]:
     if op.listed:
         return prepared
     family = import_module(f"kimi_hal_tpu.xla.{op.family}")
-    run = StaticCall(op, ctx, XLA(ctx, getattr(family, op.name))).function()
+    run = _call(ctx, getattr(family, op.name)).function()
     if op.tested:
         run.return_scores = _test_entry(ctx, run, family)  # type: ignore[attr-defined]
     return run
+
+
+def _call(ctx: BuildContext, program: Program) -> StaticCall:
+    """Return a program's call. On the device FP8 becomes bytes inside the trace, which a plain view would leave."""
+    return StaticCall(operator(ctx), ctx, XLA(ctx, program), coded=ctx.device != "cpu")
 
 
 def prepared(
@@ -68,8 +73,8 @@ class XLA:
         device = torch_xla.device()
         context = {"group": self._exchange()} if self.op.grouped else {}
         with TRACE:
-            moved = {name: _moved(value, device) for name, value in operands.items()}
             with torch.no_grad(), Traced():
+                moved = {name: _moved(value, device) for name, value in operands.items()}
                 results = list(self.program(self.ctx.spec, moved, **context))
             if self.ctx.device != "cpu":
                 return results
@@ -89,13 +94,16 @@ class XLA:
 def _moved(value: Any, device: Any) -> Any:
     if isinstance(value, list):
         return [_moved(item, device) for item in value]
-    return value.to(device) if isinstance(value, Tensor) else value
+    if not isinstance(value, Tensor):
+        return value
+    value = value.to(device)
+    return value.view(torch.uint8) if str(value.dtype).removeprefix("torch.") in BYTES else value
 
 
 def _test_entry(ctx: BuildContext, run: Callable[..., Any], family: Any) -> Callable[..., Any]:
     """Return the run function of ``indexer_topk`` that also writes all scores."""
     op = operator(ctx)
-    call = StaticCall(op, ctx, XLA(ctx, family.all_scores))
+    call = _call(ctx, family.all_scores)
 
     def entry(*args: Any, **keywords: Any) -> Any:
         buffer = keywords.pop("all_scores_out")
