@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 import jax
 import numpy as np
-from jax.experimental import topologies
+from jax.experimental import mesh_utils, topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kimi_hal.errors import SelectionError, ToolMissingError
@@ -23,6 +24,8 @@ from kimi_hal_tpu import generations, requirements
 
 #: Shape and dtype of an operand.
 Operand = tuple[tuple[int, ...], Any]
+#: Shape and dtype of a whole operand, and its layout over a mesh.
+Sharded = tuple[tuple[int, ...], Any, PartitionSpec]
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,23 @@ def topology(name: str) -> Any:
         ) from error
 
 
+def mesh(name: str, **axes: int) -> Mesh:
+    """Return the devices of a topology as a mesh whose neighbours are neighbours of the machine's own network.
+
+    Args:
+        name: of the topology.
+        axes: devices along each axis; all of the topology's together.
+
+    Raises:
+        SelectionError: the topology has another number of devices.
+    """
+    devices, wanted = topology(name).devices, math.prod(axes.values())
+    if len(devices) != wanted:
+        shape = " × ".join(f"{axis} {size}" for axis, size in axes.items())
+        raise SelectionError(f"{name} has {len(devices)} devices, the mesh asks for {wanted}: {shape}")
+    return Mesh(mesh_utils.create_device_mesh(tuple(axes.values()), devices=devices), tuple(axes))
+
+
 def compile_for(
     name: str, program: Callable[..., Any], operands: Sequence[Operand], needs: Sequence[str] = ()
 ) -> Code:
@@ -92,16 +112,28 @@ def compile_for(
         needs: what its kernels need: keys of ``generations.NEEDS``.
     """
     generations.require(name, needs)
-    devices = topology(name).devices
-    mesh = Mesh(np.array(devices[:1]), ("chip",))
+    chip = Mesh(np.array(topology(name).devices[:1]), ("chip",))
+    return compile_on(chip, program, [(shape, dtype, PartitionSpec()) for shape, dtype in operands])
+
+
+def compile_on(mesh: Mesh, program: Callable[..., Any], operands: Sequence[Sharded]) -> Code:
+    """Compile a program for all devices of a mesh.
+
+    Args:
+        mesh: of devices of a topology (``topology(name).devices``).
+        program: a function of whole arrays.
+        operands: their whole shapes, dtypes and how they are laid out over the mesh.
+    """
     start = time.perf_counter()
     with jax.set_mesh(mesh):
-        sharding = NamedSharding(mesh, PartitionSpec())
-        arrays = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in operands]
+        arrays = [
+            jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+            for shape, dtype, spec in operands
+        ]
         compiled = jax.jit(program).lower(*arrays).compile()
     memory = compiled.memory_analysis()
     return Code(
-        kind=devices[0].device_kind,
+        kind=mesh.devices.flat[0].device_kind,
         text=compiled.as_text(),
         size=int(memory.generated_code_size_in_bytes),
         temporary=int(memory.temp_size_in_bytes),
