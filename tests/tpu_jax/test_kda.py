@@ -60,7 +60,14 @@ GATES: dict[str, Callable[[tuple[int, int]], Numbers]] = {
 }
 
 
-def check_chunk(gate: str, repeated: bool) -> None:
+def one_chunk(q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, spans: Any) -> Any:
+    return chunks.chunk(q, k, v, g, beta[:, None], spans, state)
+
+
+TRACED = jax.jit(one_chunk)
+
+
+def check_chunk(gate: str, repeated: bool, traced: Any = TRACED) -> None:
     """Hold one chunk of the model's size against the recurrence: a few roundings of float32."""
     shape = (CHUNK, 128)
     k = np.repeat(unit((1, 128)), CHUNK, axis=0) if repeated else unit(shape)
@@ -68,7 +75,7 @@ def check_chunk(gate: str, repeated: bool) -> None:
     rows = [unit(shape) * 128**-0.5, k, RANDOM.standard_normal(shape), GATES[gate](shape), beta]
     given = [x.astype(np.float32) for x in (*rows, 0.1 * RANDOM.standard_normal((128, 128)))]
     spans = jnp.asarray(chunks.sums_of_decays(), jnp.bfloat16)
-    out, state = jax.jit(lambda *a: chunks.chunk(*a[:4], a[4][:, None], spans, a[5]))(*given)
+    out, state = traced(*given, spans)
     expected_out, expected_state = walked(*given)
     assert apart(out, expected_out) < 1e-6
     assert apart(state, expected_state) < 1e-6
@@ -90,7 +97,7 @@ CUTS, SLOTS, FRESH = (0, 70, 70, 73, 79), (1, 2, -1, 4), (False, False, False, T
 STOPS, SAVED = (66, 0, 1, 6), (0, 3, 5, 6)
 
 
-def prefilled() -> tuple[dict[str, Numbers], Any, Any]:
+def operands() -> dict[str, Any]:
     shape = (80, SPEC.num_heads, SPEC.head_dim)
     rows = {"q": unit(shape), "k": unit(shape), "v": RANDOM.standard_normal(shape).astype(np.float32)}
     given: dict[str, Any] = {name: np.asarray(jnp.asarray(x, jnp.bfloat16)) for name, x in rows.items()}
@@ -100,8 +107,18 @@ def prefilled() -> tuple[dict[str, Numbers], Any, Any]:
     names = ("cu_seqlens", "state_ids", "checkpoint_offsets", "checkpoint_ids")
     given |= {name: np.array(x, np.int32) for name, x in zip(names, (CUTS, SLOTS, STOPS, SAVED), strict=True)}
     given["has_initial_state"] = 1 - np.array(FRESH, np.uint8)
-    out, pool = jax.jit(lambda a: kda.kda_prefill(SPEC, a, SIMULATED))(given)
-    return given, np.asarray(out, np.float64), np.asarray(pool)
+    return given
+
+
+def program() -> Callable[[dict[str, Any]], tuple[Any, Any]]:
+    """Return the traced prefill: what a test changed of the kernel is in it."""
+    traced = jax.jit(lambda given: kda.kda_prefill(SPEC, given, SIMULATED))
+
+    def run(given: dict[str, Any]) -> tuple[Any, Any]:
+        out, pool = traced(given)
+        return np.asarray(out, np.float64), np.asarray(pool)
+
+    return run
 
 
 def expected(given: dict[str, Numbers]) -> tuple[Numbers, Numbers]:
@@ -118,7 +135,8 @@ def expected(given: dict[str, Numbers]) -> tuple[Numbers, Numbers]:
 
 
 def check_prefill() -> None:
-    given, out, pool = prefilled()
+    given = operands()
+    out, pool = program()(given)
     expected_out, expected_pool = expected(given)
     assert apart(out, expected_out) < 2.0**-8
     assert apart(pool, expected_pool) < 1e-6
@@ -130,6 +148,21 @@ def check_prefill() -> None:
 
 def test_a_prefill_cuts_at_sequences_and_checkpoints_and_leaves_the_rest_alone() -> None:
     check_prefill()
+
+
+def test_what_continues_from_a_checkpoint_has_the_bits_of_the_run_that_wrote_it() -> None:
+    given, run = operands(), program()
+    out, pool = run(given)
+    rows = {name: np.roll(given[name], -STOPS[0], axis=0) for name in ("q", "k", "v", "raw_g", "raw_beta")}
+    left = CUTS[1] - STOPS[0]
+    cuts = {
+        "cu_seqlens": np.array([0, left, left, left, left], np.int32),
+        "state_ids": np.array([SAVED[0], -1, -1, -1], np.int32),
+        "checkpoint_ids": np.full(4, -1, np.int32),
+    }
+    again, continued = run(given | rows | cuts | {"state": pool})
+    assert (again[:left] == out[STOPS[0] : CUTS[1]]).all()
+    assert (continued[SAVED[0]] == pool[SLOTS[0]]).all()
 
 
 def check_rows(heads: int) -> None:
@@ -178,8 +211,8 @@ def test_rows_advance_the_slots_that_are_named_and_no_other(heads: int) -> None:
     [
         "kda_decode/edges/small-norm",
         "kda_verify/channel-major/drafts",
-        "kda_commit/edges/two-layers",
-        "kda_prefill/unbounded/ragged",
+        "kda_commit/edges/checkpoints",
+        "kda_prefill/small/one-of-7",
     ],
 )
 def test_the_suite_passes(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +257,7 @@ def test_a_decay_that_is_missing_at_the_edge_of_a_chunk_would_be_seen(
 def test_a_product_of_rounded_numbers_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "PAIRS", chunks.PAIRS[-1:])
     with pytest.raises(AssertionError):
-        check_chunk("that keep everything", repeated=False)
+        check_chunk("that keep everything", repeated=False, traced=jax.jit(lambda *a: one_chunk(*a)))
 
 
 def test_a_buffer_that_fills_before_it_is_stored_is_a_race_that_the_detector_finds(

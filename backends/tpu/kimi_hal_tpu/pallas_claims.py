@@ -38,7 +38,9 @@ SPECS: dict[str, dict[str, Domain]] = {
         "out_dtype": FLOAT,
         "return_lse": FLAG,
     },
-    **dict.fromkeys(("kda_prefill", "kda_decode", "kda_verify", "kda_commit"), KDA),
+    # Mosaic has no product of matrices of one column.
+    "kda_prefill": KDA | {"head_dim": Range(2, 256)},
+    **dict.fromkeys(("kda_decode", "kda_verify", "kda_commit"), KDA),
 }
 LIMITS: Mapping[str, dict[str, Domain]] = {"indexer_logits": ONE_ROW, "indexer_topk": ONE_ROW}
 #: Operators of which a part runs on SparseCore.
@@ -48,6 +50,9 @@ JAX = {"jax": ">=0.10,<0.11"}
 #: torch-xla on a TPU: its own jax has kernels of TensorCore alone, its own libtpu compiles them.
 TORCH_XLA = {"torch_xla": ">=2.9,<2.10", "jax": ">=0.7.1,<0.8", "libtpu": ">=0.0.21,<0.0.22"}
 ROW = Properties(deterministic=True, batch_invariant=True)
+#: Operators that store checkpoints: what comes behind one is computed as if a call began there.
+CHECKPOINTED = frozenset({"kda_prefill", "kda_commit"})
+CONTINUED = Properties(deterministic=True, batch_invariant=True, checkpoint_exact=True)
 SOURCE = tuple(
     f"kimi_hal_tpu/{name}.py" for name in ("pallas/*", "static", "staging", "buckets", "generations")
 )
@@ -63,7 +68,7 @@ def _capability(operator: str, requires: dict[str, str]) -> Capability:
         arch=SPARSE_CORES if operator in ON_SPARSE_CORE else TPUS,
         spec=SPECS[operator],
         limits=LIMITS.get(operator, {}),
-        properties=ROW,
+        properties=CONTINUED if operator in CHECKPOINTED else ROW,
         requires=requires,
     )
 

@@ -20,8 +20,8 @@ from kimi_hal.ops.kda import KDASpec
 from kimi_hal_tpu.pallas import gates
 from kimi_hal_tpu.pallas.mode import Array, Mode, Ref
 
-#: Heads of one step of the grid, at most: 16 states of 64 KB.
-HEADS = 16
+#: Heads of one step of the grid, at most: whole tiles of 8, and 16 only while their states are 1 MB.
+HEADS, NARROW = 16, 128
 RING = 3
 #: Operands that are the same for every sequence.
 SHARED = frozenset({"weight", "rate", "bias"})
@@ -73,7 +73,8 @@ def advance(
     Returns:
         The results by name, and the pool.
     """
-    count, heads = work.source.shape[0], min(spec.num_heads, HEADS)
+    count, most = work.source.shape[0], HEADS if spec.head_dim <= NARROW else HEADS // 2
+    heads = min(spec.num_heads, most)
     groups = pl.cdiv(spec.num_heads, heads)
     shape = (count, rows["g"].shape[1], spec.num_heads, spec.head_dim)
     made = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
