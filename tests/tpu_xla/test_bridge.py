@@ -16,6 +16,7 @@ os.environ.setdefault("PJRT_DEVICE", "CPU")
 import jax
 import torch_xla
 import torch_xla.debug.metrics as metrics
+from kda_cases import Layer, Rows
 from torch_xla.core import xla_model
 
 import kimi_hal as hal
@@ -23,10 +24,13 @@ from kimi_hal import formats
 from kimi_hal.dispatch.contract import Probe
 from kimi_hal.errors import ContractError, PlanError, SelectionError, ToolMissingError
 from kimi_hal.ops.indexer import IndexerSpec
+from kimi_hal.ops.kda import KDASpec
+from kimi_hal.ops.operator import get
 from kimi_hal.ops.spec import Limits
 from kimi_hal.ops.topk_merge import TopKSpec
 from kimi_hal_tpu import plugin, requirements
 from kimi_hal_tpu.pallas import custom_call, mode, operands
+from kimi_hal_tpu.xla.sizes import sizes
 
 FP8 = "index.fp8.e4m3fn.pow2.page64"
 LIMITS = Limits(max_rows=4, max_reqs=2, row_buckets=(2, 4))
@@ -163,3 +167,44 @@ def test_operands_are_a_list_of_tensors_and_what_is_fixed() -> None:
     assert form.given("abc") == {"q": "a", "states": ["b", "c"]}
     assert operands.plain(torch.tensor([1 << 40, -1])).tolist() == [2**31 - 1, -1]
     assert operands.plain(torch.tensor([True])).dtype == torch.uint8
+
+
+KDA_LIMITS = Limits(max_rows=8, max_reqs=2, rows_per_req=4, row_buckets=(2, 8))
+SPEC = KDASpec(num_heads=2, head_dim=128, checkpoints=False)
+ONE = torch.tensor([0, 1], dtype=torch.int32)
+
+
+def kda_operands(operator: str) -> tuple[Any, ...]:
+    """Return operands of a KDA operator: two sequences of four rows, or of one in a decode."""
+    layer, rows = Layer.random(SPEC), Rows.random(SPEC, 2 if operator == "kda_decode" else 8)
+    qkv, gate = (rows.q, rows.k, rows.v), (rows.raw_g, rows.raw_beta, layer.A_log, layer.dt_bias)
+    state, conv = layer.pool(2), layer.conv_pool(2)
+    cut = torch.tensor([0, 4, 8], dtype=torch.int32)
+    records = torch.zeros(2, sizes(SPEC, KDA_LIMITS, "").records, dtype=torch.uint8)
+    calls: dict[str, tuple[Any, ...]] = {
+        "kda_prefill": (*qkv, *gate, state, ONE, cut),
+        "kda_decode": (*qkv, *gate, state, ONE),
+        "kda_verify": (rows.x, layer.weight, *gate, conv, state, ONE, cut, records),
+        "kda_commit": ([conv], [state], [records], [layer.A_log], [layer.dt_bias], ONE, ONE + 1),
+    }
+    return calls[operator]
+
+
+def moved(value: Any) -> Any:
+    return [moved(v) for v in value] if isinstance(value, list) else value.to(torch_xla.device())
+
+
+@pytest.mark.usefixtures("tpu")
+@pytest.mark.parametrize("operator", ["kda_prefill", "kda_decode", "kda_verify", "kda_commit"])
+def test_kernels_of_tensor_core_are_traced_by_torch_xlas_own_jax(operator: str) -> None:
+    where = {"device": "xla", "implementation": "tpu.pallas"}
+    verify = hal.plan("kda_verify", SPEC, KDA_LIMITS, **where) if operator == "kda_commit" else None
+    found = hal.plan(operator, SPEC, KDA_LIMITS, **where, pair=verify)
+    operands = [moved(value) for value in kda_operands(operator)]
+    out = found.run(*operands)
+    args = get(operator).args
+    written = [value for name, value in zip(args, operands, strict=False) if args[name].mutated]
+    tensors = [t for value in written for t in (value if isinstance(value, list) else [value])]
+    text = xla_model.get_stablehlo([*tensors, *([] if out is None else [out])])
+    assert "@tpu_custom_call" in text
+    assert all(body.startswith(b"ML\xefR") for body in bodies(text))

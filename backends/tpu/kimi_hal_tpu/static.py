@@ -165,8 +165,12 @@ def target(word: str, size: int, targets: Mapping[str, int]) -> int:
     return found + int(extra) if plus and base in targets else found
 
 
-def place(buffer: Tensor, result: Tensor) -> None:
-    """Copy what two shapes have in common; a result's type becomes the buffer's."""
+def place(buffer: Any, result: Any) -> None:
+    """Copy what two shapes, or those of two lists, have in common; a result's type becomes the buffer's."""
+    if isinstance(buffer, (list, tuple)):
+        for own, one in zip(buffer, result, strict=True):
+            place(own, one)
+        return
     if buffer.dtype != result.dtype and str(buffer.dtype).removeprefix("torch.") in BYTES:
         buffer = buffer.view(torch.uint8)
     common = tuple(slice(0, min(a, b)) for a, b in zip(buffer.shape, result.shape, strict=True))
