@@ -133,8 +133,8 @@ def chunks(rows: int) -> Floor:
     return Floor(
         hbm=HEADS * (2 * DIM * DIM * 4 + rows * (5 * DIM * 2 + 4)),
         bf16=2 * HEADS * count * products,
-        held=heads * (2 * blocks + DIM * DIM * 4) + 2 * tiled(spans, CHUNK, 2),
-        smem=4 * count * 4,
+        held=heads * (2 * blocks + 3 * DIM * DIM * 4) + 2 * tiled(spans, CHUNK, 2),
+        smem=5 * count * 4,
     )
 
 

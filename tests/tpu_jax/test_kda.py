@@ -12,6 +12,7 @@ pytest.importorskip("jax", reason="needs the environment of `nox -s tpu_jax`")
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 
 from kimi_hal.dispatch.device import HostDevice
 from kimi_hal.ops.kda import KDASpec
@@ -221,6 +222,22 @@ def test_the_suite_passes(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     load()
     problems, *_ = try_case(cases.get(case), Subject("tpu.pallas", "cpu", HostDevice()), 0)
     assert not problems
+
+
+def test_records_are_the_bytes_that_the_traced_programs_write() -> None:
+    """A verify and a commit of either implementation have one layout: field behind field, rows of a field together."""
+    spec, room = KDASpec(num_heads=2, head_dim=4), 3
+    shapes = [(2, room, *shape) for _, shape in kda.record_fields(spec)]
+    fields = [torch.randn(shape).bfloat16() for shape in shapes]
+    expected = torch.cat([field.flatten(1).view(torch.uint8) for field in fields], dim=1)
+    given = [jnp.asarray(field.float().numpy(), jnp.bfloat16) for field in fields]
+    buffer = jnp.full((3, room * kda.row_bytes(spec) + 5), 7, jnp.uint8)
+    packed = np.asarray(kda.packed_records(buffer, *given))
+    assert (packed[:2, :-5] == expected.numpy()).all()
+    assert (packed[2] == 7).all()
+    assert (packed[:, -5:] == 7).all()
+    for found, field in zip(kda.unpacked(spec, jnp.asarray(packed[:2])), given, strict=True):
+        assert (found == field).all()
 
 
 # A kernel with one realistic fault must be found wrong, or the checks above prove nothing.

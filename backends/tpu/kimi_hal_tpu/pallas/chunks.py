@@ -34,8 +34,8 @@ CHUNK = 64
 LEVELS = tuple(1 << bit for bit in range(CHUNK.bit_length() - 1))
 #: Heads of one step of the grid, at most.
 HEADS = 4
-#: A chunk that starts with a zero state, and one that goes on with that of the chunk before it.
-ZERO, SAME = -1, -2
+#: A chunk starts with the state of its slot, with zero, or goes on with that of the chunk before it.
+READ, ZERO, SAME = range(3)
 #: A log decay below this is nothing in float32; −inf times 0 would be NaN.
 NOTHING = -1e4
 #: Terms of two split numbers whose products count, the smallest first: 24 bits.
@@ -49,12 +49,14 @@ class Chunks(NamedTuple):
     """What is done with each of J chunks, int32 ``[J]`` each.
 
     Attributes:
-        begin: slot that the state is read from, ``ZERO`` or ``SAME``.
+        slot: of the chunk's sequence; the one that was last where the chunk is of none.
+        begin: ``READ``, ``ZERO`` or ``SAME``.
         count: rows of the chunk that are there, the first ones.
         target: slot that receives the state afterwards; −1: none.
         saved: another such slot.
     """
 
+    slot: Array
     begin: Array
     count: Array
     target: Array
@@ -94,7 +96,8 @@ def advance(
             in_specs=[
                 *(_block(array.shape, heads) for array in rows.values()),
                 pl.BlockSpec(spans.shape, lambda h, j, *_: (0, 0)),
-                anywhere,
+                # A slot that another sequence of the call writes is named by none: it may be read ahead.
+                pl.BlockSpec((1, heads, size, size), lambda h, j, slot, *_: (slot[j], h, 0, 0)),
             ],
             out_specs=[_block(rows["q"].shape, heads), anywhere],
             scratch_shapes=[pltpu.VMEM((heads, size, size), jnp.float32), pltpu.SemaphoreType.DMA((2,))],
@@ -136,16 +139,9 @@ def _kernel(*refs: Ref, spec: KDASpec, names: Sequence[str]) -> None:
     heads = state.shape[0]
     begin, count = at["begin"][j], at["count"][j]
 
-    def moved(slot: Array, number: int, out: bool) -> Any:
-        there = at["stored"].at[slot, pl.ds(pl.program_id(0) * heads, heads)]
-        ends = (state, there) if out else (there, state)
-        return pltpu.make_async_copy(*ends, at["moving"].at[number])
-
-    @pl.when(begin >= 0)
-    def _load() -> None:
-        load = moved(begin, 0, out=False)
-        load.start()
-        load.wait()
+    @pl.when(begin == READ)
+    def _read() -> None:
+        state[...] = at["pool"][0]
 
     @pl.when(begin == ZERO)
     def _clear() -> None:
@@ -163,7 +159,8 @@ def _kernel(*refs: Ref, spec: KDASpec, names: Sequence[str]) -> None:
 
             @pl.when(slot >= 0)
             def _store(slot: Array = slot, number: int = number, do: str = do) -> None:
-                getattr(moved(slot, number, out=True), do)()
+                there = at["stored"].at[slot, pl.ds(pl.program_id(0) * heads, heads)]
+                getattr(pltpu.make_async_copy(state, there, at["moving"].at[number]), do)()
 
 
 def operands(spec: KDASpec, at: Mapping[str, Ref], head: int, count: Array) -> tuple[Array, ...]:

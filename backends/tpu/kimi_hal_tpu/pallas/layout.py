@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from kimi_hal_tpu.pallas.chunks import CHUNK, SAME, ZERO, Chunks
+from kimi_hal_tpu.pallas.chunks import CHUNK, READ, SAME, ZERO, Chunks
 from kimi_hal_tpu.pallas.mode import Array
 from kimi_hal_tpu.pallas.sequences import Sequences
 
@@ -47,17 +47,18 @@ class Layout(NamedTuple):
             checkpoints: whether there may be any.
         """
         count = rows // CHUNK + runs.slot.shape[0] * (2 if checkpoints else 1)
-        j = jnp.arange(count, dtype=jnp.int32)
-        inside = (j[:, None] >= self.first) & (j[:, None] < self.first + self.total)
-        n, live = jnp.argmax(inside, axis=1), jnp.any(inside, axis=1)
+        there, every = jnp.sum(self.total), jnp.arange(count, dtype=jnp.int32)
+        j, live = jnp.minimum(every, there - 1), every < there
+        n = jnp.argmax((j[:, None] >= self.first) & (j[:, None] < self.first + self.total), axis=1)
         number, leading, before = j - self.first[n], self.leading[n], self.before[n]
         early = number < leading
         start = jnp.where(early, number * CHUNK, before + (number - leading) * CHUNK)
         end = jnp.where(early, before, runs.length[n])
-        begin = jnp.where(number > 0, SAME, jnp.where(fresh[n], ZERO, runs.slot[n]))
+        begin = jnp.where(number > 0, SAME, jnp.where(fresh[n], ZERO, READ))
         last = live & (number == self.total[n] - 1) & (runs.length[n] > 0)
         picked = (runs.start[n] + start)[:, None] + jnp.arange(CHUNK, dtype=jnp.int32)
         return jnp.clip(picked, 0, rows - 1), Chunks(
+            slot=jnp.maximum(runs.slot[n], 0),
             begin=jnp.where(live, begin, SAME),
             count=jnp.where(live, jnp.clip(end - start, 0, CHUNK), 0),
             target=jnp.where(last, runs.slot[n], -1),
