@@ -78,6 +78,7 @@ def test_sequences_of_one_bucket_share_a_compilation() -> None:
         "indexer_topk/slots",
         "store_latent/edges/slots/latent.nvfp4.352",
         "sparse_mla/edges/owner-of-3/rank2",
+        "topk_merge/edges/compact/one-rank-wins/world2-interleave1",
         "kda_conv/edges/padding-between/d60",
         "kda_prefill/small/none",
         "kda_commit/edges/checkpoints",
@@ -123,6 +124,16 @@ def test_integers_beyond_float32_are_divided_exactly(dtype: torch.dtype) -> None
         found = [moved // 3, moved // torch.full_like(moved, 64)]
     assert torch.equal(found[0].cpu(), x // 3)
     assert torch.equal(found[1].cpu(), x // 64)
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.int32, 16), (torch.int64, 32)])
+def test_bits_shifted_out_of_negative_integers_round_down(dtype: torch.dtype, bits: int) -> None:
+    """torch-xla 2.9 itself says that −1 >> 16 is 0."""
+    one = 1 << bits
+    x = torch.tensor([-1, -one, -one - 1, 1 - one, 0, one - 1, one, torch.iinfo(dtype).min], dtype=dtype)
+    with Traced():
+        found = x.to(torch_xla.device()) >> bits
+    assert torch.equal(found.cpu(), x >> bits)
 
 
 def test_a_clamp_keeps_infinity_and_nan() -> None:

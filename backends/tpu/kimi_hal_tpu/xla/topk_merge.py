@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from kimi_hal.ops.topk_merge import TopKMergeSpec, TopKSpec
-from kimi_hal.parallel import ownership
+from kimi_hal.parallel import candidates, ownership
 from kimi_hal.reference import protocols, selection
 from kimi_hal.reference import topk_merge as reference
+from kimi_hal_tpu import buckets
 from kimi_hal_tpu.xla import order
 from kimi_hal_tpu.xla.exchange import Exchange
 
@@ -40,6 +41,8 @@ def topk_merge(
     elif spec.protocol == "scores_only":
         local = shared_threshold(spec, ordinals, index, group)
         return local, (local >= 0).sum(dim=1), local[:, :0]
+    elif spec.protocol == "compact":
+        winners = compact(spec, ordinals, index, given["row_len"], group)
     else:
         winners = protocols.full(spec, ordinals, index, group)  # type: ignore[arg-type]
     local = reference.own(spec, winners)
@@ -53,3 +56,54 @@ def shared_threshold(spec: TopKMergeSpec, ordinals: Tensor, local: Tensor, group
     first = protocols.among_first(spec, local, cut.tied, wanted, spec.topk, group)  # type: ignore[arg-type]
     tied = cut.tied & (first | ~cut.split[:, None])
     return selection.ascending(torch.where(cut.above | tied, local, -1))
+
+
+def compact(spec: TopKMergeSpec, ordinals: Tensor, local: Tensor, row_len: Tensor, group: Exchange) -> Tensor:
+    """Send the best few candidates in 32 bits each, then in full the rows that they may not decide.
+
+    How many those are is read on the host between two programs; the second is for a power of two of rows.
+    """
+    won, again = best_few(spec, ordinals, local, row_len, group)
+    rows = group.on_the_host(again).nonzero()[:, 0]
+    if not len(rows):  # the same on every rank, since all have decoded the same messages
+        return won
+    room = min(buckets.power(len(rows)), len(won))
+    some = torch.cat((rows, rows[:1].expand(room - len(rows)))).to(
+        won.device
+    )  # a row twice says the same twice
+    resent = protocols.full(spec, ordinals[some], local[some], group)  # type: ignore[arg-type]
+    return order.put(won, some, resent)
+
+
+def best_few(
+    spec: TopKMergeSpec, ordinals: Tensor, local: Tensor, row_len: Tensor, group: Exchange
+) -> tuple[Tensor, Tensor]:
+    """Send the best few candidates; return the winners among them, and bool ``[T]``: may they be wrong."""
+    beyond = row_len > candidates.CONTEXT
+    held = (local >= 0).sum(dim=1)
+    kept = torch.where(beyond[:, None], -1, local)
+    top = selection.best(selection.keys(selection.narrow(ordinals), kept), spec.candidates)
+    count = candidates.segments(spec.dcp)
+    everyone = group.all_gather(pack(*protocols.by_position(top), held, count))
+    scores, positions, holds = unpack(everyone, count)
+    key = selection.keys(scores, protocols.globally(positions, spec.dcp))
+    best = selection.best(protocols.side_by_side(key), spec.topk)
+    return protocols.winners(best), beyond | protocols.undecided(key, best, holds)
+
+
+def pack(scores: Tensor, positions: Tensor, held: Tensor, count: int) -> Tensor:
+    """Return the message that ``parallel.candidates.pack`` gives, by comparisons, which stay in the trace."""
+    segment = torch.where(positions < 0, count, positions >> 16)
+    counts = (segment[:, None] == torch.arange(count, device=segment.device)[:, None]).sum(dim=2)
+    words = (scores.int() << 16) | (positions.int() & (candidates.SEGMENT - 1))
+    return torch.cat((counts.int(), held.int()[:, None], words), dim=1)
+
+
+def unpack(message: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Undo ``pack`` for messages ``[..., count + 1 + C]``: scores int32, positions int64, held int32."""
+    words = message[..., count + 1 :]
+    ends = message[..., :count].cumsum(dim=-1)
+    column = torch.arange(words.shape[-1], device=words.device)
+    segment = (ends[..., None] <= column).sum(dim=-2)
+    positions = segment * candidates.SEGMENT + (words & (candidates.SEGMENT - 1))
+    return words >> 16, torch.where(segment < count, positions, -1), message[..., count]

@@ -29,6 +29,7 @@ TYPES = {
     torch.float32: builder.Type.F32,
 }
 DIVISIONS = {torch.Tensor.__floordiv__, torch.floor_divide, torch.Tensor.floor_divide}
+SHIFTS = {torch.Tensor.__rshift__, torch.bitwise_right_shift, torch.Tensor.bitwise_right_shift}
 DYNAMIC = {
     torch.Tensor.nonzero,
     torch.nonzero,
@@ -88,6 +89,11 @@ def floor_divide(x: Tensor, divisor: Tensor | int) -> Tensor:
     return quotient()(dividend - torch.remainder(dividend, other), other)
 
 
+def shift_right(x: Tensor, bits: int) -> Tensor:
+    """Return ``x >> bits`` of signed integers: torch-xla divides towards zero, exactly where no bit is lost."""
+    return (x - (x & ((1 << bits) - 1))) >> bits
+
+
 class Traced(TorchFunctionMode):
     """Inside, torch functions on XLA tensors stay in the trace."""
 
@@ -109,6 +115,8 @@ class Traced(TorchFunctionMode):
             return clamp(*args, **(kwargs or {}))
         if func in DIVISIONS and not args[0].is_floating_point():
             return floor_divide(*args)
+        if func in SHIFTS and isinstance(args[1], int) and args[0].dtype.is_signed:
+            return shift_right(*args)
         if func in DYNAMIC or _masks(func, args):
             name = getattr(func, "__name__", str(func))
             raise ContractError("a TPU program", [f"{name} {DEPENDS}"])
