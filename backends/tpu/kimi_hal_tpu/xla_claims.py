@@ -103,7 +103,8 @@ SPECS: dict[str, dict[str, Domain]] = {
     "topk_merge": DCP
     | {
         "topk": Range(1, 1 << 15),
-        "protocol": OneOf(("full", "scores_only")),
+        "protocol": OneOf(("full", "compact", "scores_only")),
+        "quota": Range(1, 1 << 20),
         "score": FLOAT,
         "ordered": FLAG,
         "return_global": FLAG,
