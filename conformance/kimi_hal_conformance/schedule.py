@@ -91,7 +91,8 @@ def scheduled(
         )
     reasons = {case.id: left_out(case, implementation, loaded, request.chosen_profile) for case in mine}
     where = claims.target(probe, request.execution, loaded.backend.torch_device == ANY_DEVICE)
-    claimed = claims.claimed(implementation, where, request.chosen_profile, request.only)
+    interpreted = request.execution == "interpreted"  # elsewhere the profiles from standard on try pairs
+    claimed = claims.claimed(implementation, where, request.chosen_profile, request.only, pairs=interpreted)
     return Schedule(
         implementation,
         full_name,

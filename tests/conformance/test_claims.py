@@ -23,7 +23,7 @@ from kimi_hal_conformance.cases import load
 from kimi_hal_conformance.claims.cover import covering
 from kimi_hal_conformance.claims.made import Made, case
 from kimi_hal_conformance.claims.values import tried
-from kimi_hal_conformance.claims.walk import ALL, Walk, walk
+from kimi_hal_conformance.claims.walk import ALL, SAMPLE, Walk, walk
 from kimi_hal_conformance.operands import RECIPES
 from kimi_hal_conformance.request import Request
 from kimi_hal_conformance.schema import Report
@@ -121,6 +121,46 @@ def test_the_profiles_try_each_value_once_then_pairs_then_all() -> None:
     assert counts[0] == 3  # the first, an end and the other end
     assert counts[2] == 3 * 2 * 2  # values of topk, of ordered, both placements
     assert walk(declared, ANYWHERE, "full").left_out == ()
+
+
+def pairs_of(found: Walk) -> set[tuple[str, object, str, object]]:
+    rows = [fields.values(ops.get(m.operator).spec_type.from_json(m.spec)) for m in found.made]
+    return {(m, row[m], n, row[n]) for row in rows for m, n in combinations(sorted(row), 2)}
+
+
+FLAGS = ("ordered", "return_selected", "has_row_start")
+SMALL = Implementation(
+    "topk_select",
+    "fast",
+    "nowhere:build",
+    (Capability(("*",), {"topk": Range(1, 64), **{name: OneOf((False, True)) for name in FLAGS}}),),
+)
+
+
+def test_an_interpreter_tries_some_pairs_beside_each_value_and_says_how_many_it_leaves() -> None:
+    each, interp = (walk(SMALL, ANYWHERE, profile) for profile in ("quick", "interp"))
+    assert len(each.made) < len(interp.made) <= len(each.made) + SAMPLE["interp"]
+    assert pairs_of(interp) > pairs_of(each)
+    said = dict(interp.left_out)["pairs"]
+    assert said.startswith("4 combinations are tried that hold pairs of values; ")
+    assert said.endswith("are left to the quick profile")
+    assert walk(SMALL, ANYWHERE, "interp") == interp
+
+
+def test_interpreted_the_quick_profile_tries_every_pair() -> None:
+    found = walk(SMALL, ANYWHERE, "quick", pairs=True)
+    assert "pairs" not in dict(found.left_out)
+    assert pairs_of(found) == pairs_of(walk(SMALL, ANYWHERE, "standard"))
+    assert walk(SMALL, ANYWHERE, "interp", pairs=True) == walk(SMALL, ANYWHERE, "interp")
+    assert walk(SMALL, ANYWHERE, "standard", pairs=True) == walk(SMALL, ANYWHERE, "standard")
+
+
+def test_so_many_rows_hold_what_they_can_and_the_rest_is_counted() -> None:
+    values = {"a": [0, 1, 2], "b": [0, 1, 2], "c": [0, 1]}
+    whole = covering(values, 2, lambda row, kept: row)
+    some = covering(values, 2, lambda row, kept: row, most=4)
+    assert some.rows == whole.rows[:4]
+    assert some.wanted + some.untried == whole.wanted == 9 + 6 + 6
 
 
 def test_what_a_range_has_too_large_is_said_and_something_smaller_is_tried() -> None:

@@ -20,11 +20,15 @@ NO_LEADING: Mapping[str, Sequence[Any]] = {}
 
 @dataclass
 class Covering:
-    """The rows, and the combinations that are claimed but too large to be tried."""
+    """The rows, and the combinations that are claimed but too large to be tried.
+
+    ``wanted`` counts the combinations that are claims; ``untried`` those that were not looked at, claims or not.
+    """
 
     rows: list[Row] = field(default_factory=list)
     left_out: dict[Target, str] = field(default_factory=dict)
     wanted: int = 0
+    untried: int = 0
 
 
 def targets(values: Mapping[str, Sequence[Any]], strength: int) -> Iterator[Target]:
@@ -39,6 +43,7 @@ def covering(
     strength: int,
     settle: Settle,
     leading: Mapping[str, Sequence[Any]] = NO_LEADING,
+    most: int | None = None,
 ) -> Covering:
     """Return rows that hold every combination of ``strength`` values that is a claim at all.
 
@@ -47,11 +52,12 @@ def covering(
         strength: 1: each value once; 2: each pair.
         settle: returns the row as a Spec ties it, a reason why it is too large, or ``None``.
         leading: the fields on which it depends what others may be, with their values but for the first.
+        most: rows, of which the first cover as much as one row can; what these leave is in ``untried``.
     """
     pending = dict.fromkeys(targets(values, strength))
     found = Covering()
     base = {name: options[0] for name, options in values.items()}
-    while pending:
+    while pending and (most is None or len(found.rows) < most):
         target = next(iter(pending))
         starts = _starts(base, leading, found.rows)
         row = _holding(target, values, starts, settle)
@@ -66,6 +72,7 @@ def covering(
             found.wanted += pending.pop(covered, 0) is None
         pending.pop(target, None)
     found.wanted += len(found.left_out)
+    found.untried = len(pending)
     return found
 
 

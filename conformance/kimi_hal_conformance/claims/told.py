@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -27,7 +28,9 @@ def target(probe: Probe, execution: str, anywhere: bool) -> Target:
     return Target(arch="" if foreign else probe.arch, facts=probe.facts, foreign=foreign)
 
 
-def claimed(implementation: Implementation, where: Target, profile: str, only: Sequence[str] = ()) -> Walk:
+def claimed(
+    implementation: Implementation, where: Target, profile: str, only: Sequence[str] = (), pairs: bool = False
+) -> Walk:
     """Return what is tried of an implementation's claims, and make the cases known to this process.
 
     Args:
@@ -35,14 +38,15 @@ def claimed(implementation: Implementation, where: Target, profile: str, only: S
         where: it runs.
         profile: of the run.
         only: ids of cases; not empty: what stands for these alone is tried, whatever profile has it.
+        pairs: in the quick profile, try each pair of values and not each value once.
     """
     if implementation.name == composed.NAME:
         return Walk()
     if not only:
-        return _known(walk(implementation, where, profile))
+        return _known(walk(implementation, where, profile, pairs))
     wanted = {i for i in only if is_made(i) and i.startswith(f"{implementation.operator}/")}
-    for name in ROOM if wanted else ():
-        made = tuple(m for m in walk(implementation, where, name).made if m.id in wanted)
+    for name, each in itertools.product(ROOM, (False, True)) if wanted else ():
+        made = tuple(m for m in walk(implementation, where, name, each).made if m.id in wanted)
         if made:
             return _known(Walk(made))
     return Walk()

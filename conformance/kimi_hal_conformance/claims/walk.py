@@ -29,6 +29,8 @@ MIB = 1 << 20
 ROOM = {"interp": 4 * MIB, "quick": 16 * MIB, "standard": 64 * MIB, "full": 256 * MIB}
 #: Of how many values every combination is tried: each value once, or each pair; 0: all.
 STRENGTH = {"interp": 1, "quick": 1, "standard": 2, "full": 0}
+#: Combinations that hold as many pairs as so many can, beside each value once: what an interpreter has time for.
+SAMPLE = {"interp": 4}
 #: Combinations of one capability that the full profile tries, at most; so many hold every pair as well.
 ALL = 2000
 #: Dimensions of a walk that are no Spec fields.
@@ -48,14 +50,16 @@ class Walk:
 NO_CLAIMS = Walk()
 
 
-def walk(implementation: Implementation, target: Target, profile: str) -> Walk:
+def walk(implementation: Implementation, target: Target, profile: str, pairs: bool = False) -> Walk:
     """Choose the combinations of everything that an implementation declares.
 
     Args:
         implementation: whose claims are tried.
         target: where it runs; what is declared for another architecture is left out, with the reason.
         profile: one of ``ROOM``.
+        pairs: try each pair of values where the profile tries each value once, but for what is fixed in ``SAMPLE``.
     """
+    strength = 2 if pairs and STRENGTH[profile] == 1 and profile not in SAMPLE else STRENGTH[profile]
     made: dict[str, Made] = {}
     left_out: dict[str, str] = {}
     failed: dict[str, str] = {}
@@ -66,7 +70,7 @@ def walk(implementation: Implementation, target: Target, profile: str) -> Walk:
         if reasons := found.elsewhere():
             left_out[label or "everything"] = f"not tried here: {reasons}"
             continue
-        rows, said = chosen(found, STRENGTH[profile])
+        rows, said = chosen(found, strength, SAMPLE.get(profile, 0))
         if not rows and not said:
             failed[label] = (
                 "it claims no Spec that can be made: a required field is not named, or no value fits"
@@ -79,8 +83,11 @@ def walk(implementation: Implementation, target: Target, profile: str) -> Walk:
     return Walk(tuple(made.values()), tuple(left_out.items()), tuple(failed.items()))
 
 
-def chosen(space: Space, strength: int) -> tuple[list[Row], dict[str, str]]:
-    """Return the rows of one capability, and what is left out of it; none where a field has no value that fits."""
+def chosen(space: Space, strength: int, sample: int = 0) -> tuple[list[Row], dict[str, str]]:
+    """Return the rows of one capability, and what is left out of it; none where a field has no value that fits.
+
+    So many rows of a ``sample`` hold pairs of values besides.
+    """
     if not all(space.values.values()):
         return [], dict(space.cut)
     found = covering(space.values, strength or 2, space.settled, space.leading)
@@ -92,6 +99,14 @@ def chosen(space: Space, strength: int) -> tuple[list[Row], dict[str, str]]:
             f"{len(found.left_out)} of {found.wanted} {kind} are too large here, the first: {first}, "
             f"{next(iter(found.left_out.values()))}"
         )
+    if sample and len(space.values) > 1:
+        more = covering(space.values, 2, space.settled, space.leading, most=sample)
+        if more.untried:
+            said["pairs"] = (
+                f"{len(more.rows)} combinations are tried that hold pairs of values; {more.untried} pairs, those that "
+                "no Spec admits included, are left to the quick profile"
+            )
+        return [*found.rows, *more.rows], said
     if strength:
         return found.rows, said
     rows, tried = every(space, found.rows)
