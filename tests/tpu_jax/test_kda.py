@@ -224,6 +224,23 @@ def test_the_suite_passes(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not problems
 
 
+def test_a_call_of_no_sequence_launches_nothing_and_gives_zeros() -> None:
+    """On the device nothing is padded, and a kernel has no grid of none."""
+    given = operands()
+    none = {name: given[name][:0] for name in ("state_ids", "checkpoint_offsets", "checkpoint_ids")}
+    out, pool = kda.kda_prefill(SPEC, given | none | {"cu_seqlens": np.zeros(1, np.int32)}, SIMULATED)
+    assert (np.asarray(out, np.float64) == 0).all()
+    assert pool is given["state"]
+    records = jnp.zeros((4, 2 * kda.row_bytes(SPEC)), jnp.uint8)
+    verified = given | none | {"records": records, "x": jnp.zeros((80, SPEC.channels), jnp.bfloat16)}
+    out, left = kda.kda_verify(SPEC, verified, SIMULATED)
+    assert out.shape == given["v"].shape
+    assert not out.any()
+    assert left is records
+    states = {"conv_states": ["conv"], "states": [given["state"]]}
+    assert kda.kda_commit(SPEC, none | states, SIMULATED) == ["conv", given["state"]]
+
+
 def test_records_are_the_bytes_that_the_traced_programs_write() -> None:
     """A verify and a commit of either implementation have one layout: field behind field, rows of a field together."""
     spec, room = KDASpec(num_heads=2, head_dim=4), 3

@@ -41,6 +41,8 @@ def gated(spec: KDASpec, g: Array, raw_beta: Array, given: Given) -> dict[str, A
 def kda_prefill(spec: KDASpec, given: Given, mode: Mode) -> tuple[Array, Array]:
     """Return the rows' outputs, and the pool with each sequence's last state and checkpoint."""
     pool, rows = given["state"], given["q"].shape[0]
+    if not given["state_ids"].shape[0]:
+        return jnp.zeros_like(given["v"]), pool
     runs = Sequences.cut(given["cu_seqlens"], given["state_ids"], rows, pool.shape[0])
     saved, after = runs.stops(pool.shape[0], given.get("checkpoint_ids"), given.get("checkpoint_offsets"))
     layout = Layout.of(runs, after)
@@ -61,6 +63,8 @@ def kda_verify(spec: KDASpec, given: Given, mode: Mode) -> tuple[Array, Array]:
     """Return the outputs of speculated rows, and the records from which a commit decodes them again."""
     x, pool, records = given["x"], given["state"], given["records"]
     rows, room = x.shape[0], records.shape[1] // row_bytes(spec)
+    if not given["state_ids"].shape[0]:
+        return jnp.zeros((rows, spec.num_heads, spec.head_dim), x.dtype), records
     runs = Sequences.cut(given["cu_seqlens"], given["state_ids"], rows, pool.shape[0])
     picked = jnp.clip(runs.start[:, None] + jnp.arange(room, dtype=jnp.int32), 0, rows - 1)
     count, none = jnp.minimum(runs.length, room), jnp.full_like(runs.slot, -1)
@@ -136,6 +140,8 @@ def unpacked(spec: KDASpec, records: Array) -> list[Array]:
 
 def kda_commit(spec: KDASpec, given: Given, mode: Mode) -> list[Array]:
     """Return the conv states of all layers, then their states, advanced by the accepted rows."""
+    if not given["state_ids"].shape[0]:
+        return [*given["conv_states"], *given["states"]]
     layers = [_commit(spec, given, layer, mode) for layer in range(spec.num_layers)]
     return [conv for conv, _ in layers] + [state for _, state in layers]
 
