@@ -20,17 +20,19 @@ import torch_xla.debug.metrics as metrics
 from cache_cases import FP8, POW2, equal
 from kda_cases import Layer, Rows
 from torch import Tensor
+from torch_xla.core import xla_model
 
 import kimi_hal as hal
 from kimi_hal import cache, formats
 from kimi_hal.cache import TokenCache
 from kimi_hal.cache.models import delta_attention
 from kimi_hal.dispatch.contract import Probe
-from kimi_hal.ops.indexer import IndexerTopKSpec, StoreIndexSpec
+from kimi_hal.ops.indexer import IndexerSpec, IndexerTopKSpec, StoreIndexSpec
 from kimi_hal.ops.kda import KDASpec
 from kimi_hal.ops.sparse_mla import SparseMLASpec, StoreLatentSpec
 from kimi_hal.ops.spec import Limits
 from kimi_hal_tpu import plugin
+from kimi_hal_tpu.pallas import custom_call
 from kimi_hal_tpu.pool import Pool, Step
 
 DSA, KDA, BLOCK, BLOCKS, TOPK = 2, 0, 64, 10, 48
@@ -53,7 +55,7 @@ MODEL = (
 @pytest.fixture(autouse=True)
 def tpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with a TPU, as far as planning can see; torch-xla drives its CPU."""
-    seen = Probe(present=True, arch="tpu7x", devices=("TPU tpu7x",))
+    seen = Probe(present=True, arch="tpu7x", devices=("TPU tpu7x",), facts={"libtpu": "0.0.21"})
     monkeypatch.setattr(plugin, "probe", lambda: seen)
     monkeypatch.setenv("KIMI_HAL_BACKEND", "tpu")
 
@@ -197,3 +199,16 @@ def test_a_step_of_the_dsa_layer_stays_in_the_trace() -> None:
     own = engine.pool.step(there([[3, 1, 4]]))
     engine.dsa(tokens, own, there([0] * SECOND), there(torch.arange(SECOND)))
     assert [name for name in metrics.counter_names() if name.startswith("aten::")] == []
+
+
+def test_a_pallas_kernel_reads_pages_that_were_taken_from_the_array(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(custom_call, "on_tpu", lambda: True)
+    engine, tokens = Engine(), Tokens.random(SECOND, 5)
+    own = engine.pool.step(there([[3, 1, 4]]))
+    keys, (pages, _) = engine.pool.take("index", DSA, own), own.numbers("index")
+    none = there(torch.zeros(*tokens.weights.shape, 0, dtype=torch.uint8))
+    spec = IndexerSpec(index=POW2, num_heads=4)
+    plan = hal.plan("indexer_logits", spec, LIMITS, device="xla", implementation="tpu.pallas")
+    query = (there(tokens.query), none, there(tokens.weights))
+    scores = plan.run(*query, keys, pages, there([0] * SECOND), there([192] * SECOND))
+    assert "@tpu_custom_call" in xla_model.get_stablehlo([scores])

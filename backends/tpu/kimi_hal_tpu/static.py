@@ -45,6 +45,7 @@ class StaticCall:
         machine: runs the program.
         sizes: dimension letters that this program wants in a certain size.
         coded: whether the program takes FP8 as it is, instead of its bytes.
+        padded: whether sizes other than rows are padded on the device too.
     """
 
     op: Operator
@@ -52,6 +53,7 @@ class StaticCall:
     machine: Machine
     sizes: Mapping[str, int] = field(default_factory=dict)
     coded: bool = False
+    padded: bool = False
 
     def function(self) -> Callable[..., Any]:
         """Return a plain function with the operator's signature."""
@@ -107,17 +109,16 @@ class StaticCall:
         return self.machine.run(padded | scalars | real_sizes(self.op, self.ctx.spec, given))
 
     def targets(self, given: Operands) -> dict[str, int]:
-        """Return the static size of each free dimension letter; on the device T is a bucket, and nothing is padded."""
+        """Return the static size of each free dimension letter; on the device T must be a bucket."""
         bound = bind_dims(self.op, self.ctx.spec, given).bound
         rows = buckets.of_rows(self.ctx.limits)
-        if not self.on_host:
-            if "T" in bound:
-                buckets.exact(self.op.name, "T", bound["T"], rows)
-            return dict(self.sizes)
-        found = {"T": buckets.fit(self.op.name, "T", bound["T"], rows)} if "T" in bound else {}
-        for letter, least in FREE.items():
-            if letter in bound:
-                found[letter] = buckets.power(bound[letter], least)
+        found: dict[str, int] = {}
+        if "T" in bound and self.on_host:
+            found["T"] = buckets.fit(self.op.name, "T", bound["T"], rows)
+        elif "T" in bound:
+            buckets.exact(self.op.name, "T", bound["T"], rows)
+        if self.on_host or self.padded:
+            found |= {n: buckets.power(bound[n], least) for n, least in FREE.items() if n in bound}
         return found | dict(self.sizes)
 
     def _buffer(self, shape: OutputShape, given: Operands) -> Tensor:

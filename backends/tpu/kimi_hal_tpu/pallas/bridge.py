@@ -40,7 +40,8 @@ def build(ctx: BuildContext) -> Callable[..., Any]:
     machine = MACHINES[ctx.device.partition(":")[0]]
 
     def call(name: str) -> StaticCall:
-        return StaticCall(op, ctx, machine(ctx, op, name), coded=ctx.device != "cpu")
+        device = ctx.device != "cpu"
+        return StaticCall(op, ctx, machine(ctx, op, name), coded=device, padded=device)
 
     run = call(op.name).function()
     if op.tested:
