@@ -14,6 +14,7 @@ from kimi_hal_conformance.schema import read
 from kimi_hal_conformance.verdict import PASSED
 
 KDA = ("kda_prefill", "kda_decode", "kda_verify", "kda_commit")
+MOE = ("prepare_moe_weights", "moe_experts")
 
 ATTENTION = ("gather", "decode", "prefill")
 
@@ -41,7 +42,7 @@ def run(path: Path, *options: str) -> list[tuple[str, str, tuple[str, ...]]]:
 def test_the_kernels_keep_the_contract_interpreted(tmp_path: Path) -> None:
     verdicts = run(tmp_path / "report.json", "--execution", "interpreted", "--profile", "interp")
     passed = {case.partition("/")[0] for case, status, _ in verdicts if status == PASSED}
-    assert passed == {"indexer_logits", "indexer_topk", "topk_select", "sparse_mla", *KDA}
+    assert passed == {"indexer_logits", "indexer_topk", "topk_select", "sparse_mla", *KDA, *MOE}
 
 
 @pytest.mark.timeout(900)
@@ -57,9 +58,13 @@ def test_every_kernel_compiles_for_every_generation_that_can_run_it(tmp_path: Pa
             "topk_select/select",
             *(f"sparse_mla/{kernel}{latent}" for kernel in ATTENTION for latent in ("", "-nvfp4", "-bf16")),
             *(f"{operator}/{operator.removeprefix('kda_')}" for operator in KDA),
+            "moe_experts/decode",
+            "moe_experts/prefill",
         }
     assert {case for case in compiled if case.endswith("/v5e")} == {
         "compile/indexer_logits/decode/v5e",
         "compile/indexer_logits/prefill/v5e",
         *(f"compile/{operator}/{operator.removeprefix('kda_')}/v5e" for operator in KDA),
+        "compile/moe_experts/decode/v5e",
+        "compile/moe_experts/prefill/v5e",
     }

@@ -31,3 +31,17 @@ KDA: dict[str, Domain] = {
 }
 #: A verify and its commit.
 KDA_PAIR = frozenset({"kda_verify", "kda_commit"})
+MOE: dict[str, Domain] = {
+    "num_experts": Range(1, 1 << 12),
+    "num_local": Range(1, 1 << 12),
+    "expert_offset": Range(0, 1 << 12),
+    "has_expert_map": FLAG,
+    "topk": Range(1, 1 << 10),
+    "hidden": Range(1, 1 << 14),
+    "intermediate": Range(1, 1 << 14),
+    "weights": OneOf(("experts.mxfp4-pack",)),
+    "activation": OneOf(("situ", "swiglu")),
+    "beta": Range(1e-3, 1e6),
+    "linear_beta": OneOf((None, 25.0, 0.0, -1.0)),
+    "out_dtype": FLOAT,
+}

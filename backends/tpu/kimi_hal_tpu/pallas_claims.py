@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from kimi_hal.dispatch.contract import Capability, Implementation, Preference, Properties
 from kimi_hal.domain import Domain, OneOf, Range
 from kimi_hal_tpu import splits
-from kimi_hal_tpu.claims import DCP, FLAG, FLOAT, KDA, KDA_PAIR, SELECTED, SPARSE_CORES, TPUS
+from kimi_hal_tpu.claims import DCP, FLAG, FLOAT, KDA, KDA_PAIR, MOE, SELECTED, SPARSE_CORES, TPUS
 from kimi_hal_tpu.xla.sizes import RECORDS
 
+#: What ``prepare_moe_weights`` returns and ``moe_experts`` takes: transposed, in blocks of the intermediate width.
+EXPERTS_FORMAT = "tpu.mxfp4.blocks"
 #: Pages whose 64 keys carry one float32 scale each.
 INDEX = OneOf(("index.fp8.e4m3fn.f32.page64", "index.fp8.e4m3fn.pow2.page64"))
 SCORED: dict[str, Domain] = {
@@ -41,6 +43,7 @@ SPECS: dict[str, dict[str, Domain]] = {
     # Mosaic has no product of matrices of one column.
     "kda_prefill": KDA | {"head_dim": Range(2, 256)},
     **dict.fromkeys(("kda_decode", "kda_verify", "kda_commit"), KDA),
+    "moe_experts": MOE,
 }
 LIMITS: Mapping[str, dict[str, Domain]] = {"indexer_logits": ONE_ROW, "indexer_topk": ONE_ROW}
 #: Operators of which a part runs on SparseCore.
@@ -84,10 +87,27 @@ def _implementation(operator: str) -> Implementation:
         size="kimi_hal_tpu.xla.sizes:sizes" if operator in KDA_PAIR else None,
         records=RECORDS if operator in KDA_PAIR else None,
         execution=("native", "interpreted", "compile_only"),
+        weights="kimi_hal_tpu.pallas.expert_blocks:weights" if operator == "moe_experts" else None,
+        weights_format=EXPERTS_FORMAT if operator == "moe_experts" else None,
         compile=f"kimi_hal_tpu.pallas.{'kda_' if operator.startswith('kda_') else ''}compiling:{operator}",
         source=SOURCE,
         split=splits.pallas(operator),
     )
 
 
-PALLAS = tuple(_implementation(operator) for operator in SPECS)
+#: What turns the checkpoint's experts into what ``moe_experts`` takes, in torch.
+PREPARE = Implementation(
+    operator="prepare_moe_weights",
+    name="pallas",
+    build="kimi_hal_tpu.pallas.expert_blocks:build",
+    capabilities=tuple(
+        Capability(arch=TPUS, spec=MOE, properties=Properties(deterministic=True), requires=needs)
+        for needs in _environments("moe_experts")
+    ),
+    preferences=(Preference(rank=-10),),
+    weights_format=EXPERTS_FORMAT,
+    execution=("native", "interpreted"),
+    source=SOURCE,
+    split=splits.XLA,
+)
+PALLAS = (*(_implementation(operator) for operator in SPECS), PREPARE)

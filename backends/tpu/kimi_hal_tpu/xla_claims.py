@@ -5,7 +5,7 @@ from __future__ import annotations
 from kimi_hal.dispatch.contract import Capability, Implementation, Preference, Properties
 from kimi_hal.domain import Domain, OneOf, Range
 from kimi_hal_tpu import splits
-from kimi_hal_tpu.claims import DCP, FLAG, FLOAT, KDA, KDA_PAIR, SELECTED, TPUS
+from kimi_hal_tpu.claims import DCP, FLAG, FLOAT, KDA, KDA_PAIR, MOE, SELECTED, TPUS
 from kimi_hal_tpu.xla.sizes import RECORDS
 
 #: What ``prepare_moe_weights`` returns and ``moe_experts`` takes: the checkpoint's own bytes.
@@ -42,20 +42,6 @@ CACHE: dict[str, Domain] = {
         )
     ),
     "page": Range(1, 1 << 20),
-}
-MOE: dict[str, Domain] = {
-    "num_experts": Range(1, 1 << 12),
-    "num_local": Range(1, 1 << 12),
-    "expert_offset": Range(0, 1 << 12),
-    "has_expert_map": FLAG,
-    "topk": Range(1, 1 << 10),
-    "hidden": Range(1, 1 << 14),
-    "intermediate": Range(1, 1 << 14),
-    "weights": OneOf(("experts.mxfp4-pack",)),
-    "activation": OneOf(("situ", "swiglu")),
-    "beta": Range(1e-3, 1e6),
-    "linear_beta": OneOf((None, 25.0, 0.0, -1.0)),
-    "out_dtype": FLOAT,
 }
 SPECS: dict[str, dict[str, Domain]] = {
     "quantize_index_query": {

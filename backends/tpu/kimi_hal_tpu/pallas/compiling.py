@@ -10,7 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from kimi_hal.dispatch.contract import Compiled, Instruction, Kernel, Target
-from kimi_hal_tpu.pallas import aot, attention, gather, scores, selection
+from kimi_hal.ops.moe import MoESpec
+from kimi_hal_tpu import generations
+from kimi_hal_tpu.pallas import aot, attention, gather, moe, scores, selection
+from kimi_hal_tpu.pallas.expert_blocks import Blocks
 from kimi_hal_tpu.pallas.latents import LAYOUTS, Scaled
 from kimi_hal_tpu.pallas.mode import Mode
 
@@ -18,6 +21,7 @@ MODE = Mode()
 #: Rows of a decode and of a piece of a prefill, keys of a request, slots of a cache: 1 GB of index pages.
 DECODE, PREFILL, CONTEXT, PAGES, SLOTS = 64, 512, 65536, 16384, 1 << 18
 HEADS, INDEX_HEADS, TOPK = 12, 32, 2048
+EXPERTS = MoESpec(num_local=28)
 #: Latent formats and what their kernels' names end in.
 LATENTS = {"latent.fp8.e4m3fn.tensor": "", "latent.nvfp4.352": "-nvfp4", "latent.bf16": "-bf16"}
 TENSOR_CORE = Instruction("tpu_custom_call", "the kernel is Mosaic's code and not a composition of XLA")
@@ -58,6 +62,27 @@ def sparse_mla(target: Target) -> list[Kernel]:
             _attention(target, f"prefill{suffix}", PREFILL, layout),
         ]
     return found
+
+
+def moe_experts(target: Target) -> list[Kernel]:
+    """Return the experts of one of 32 ranks, 28 of 896, in a decode and in a prefill."""
+    return [_experts(target, "decode", DECODE), _experts(target, "prefill", PREFILL)]
+
+
+def _experts(target: Target, name: str, rows: int) -> Kernel:
+    mode = Mode(float4=generations.get(target.name).float4)
+    operands = [
+        ((rows, EXPERTS.hidden), jnp.bfloat16),
+        ((rows, EXPERTS.topk), jnp.float32),
+        ((rows, EXPERTS.topk), jnp.int32),
+        *((shape, jnp.uint8) for shape in Blocks.of(EXPERTS).shapes(EXPERTS.num_local)),
+    ]
+
+    def program(x: Any, weights: Any, ids: Any, *blocks: Any) -> Any:
+        given = {"x": x, "topk_weights": weights, "topk_ids": ids, "weights": blocks}
+        return moe.moe_experts(EXPERTS, given, mode)
+
+    return _kernel(target, name, program, operands)
 
 
 def _scored(rows: int) -> list[aot.Operand]:

@@ -29,6 +29,8 @@ from kimi_hal_tpu import requirements
 
 #: Numbers of a simulated SparseCore vector: a real one has 8 or 16, and no kernel may depend on how many.
 SIMULATED_LANES = 1024
+#: Clocks of the race detector: copies that run at once and share one look ordered. Its own default has one for all.
+CLOCKS = 64
 
 Array = jax.Array
 Ref = Any
@@ -55,7 +57,9 @@ class Mode:
     @property
     def interpret(self) -> Any:
         """Return what ``pallas_call`` takes as ``interpret`` for a TensorCore kernel."""
-        return pltpu.InterpretParams(detect_races=self.races) if self.simulated else False
+        if not self.simulated:
+            return False
+        return pltpu.InterpretParams(detect_races=self.races, vector_clock_size=CLOCKS)
 
     @property
     def lanes(self) -> int:
@@ -109,7 +113,9 @@ class Mode:
                 out_specs=hbm,
                 scratch_shapes=list(scratch),
                 compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
-                interpret=pltpu.InterpretParams(detect_races=self.races, num_cores_or_threads=self.subcores),
+                interpret=pltpu.InterpretParams(
+                    detect_races=self.races, num_cores_or_threads=self.subcores, vector_clock_size=CLOCKS
+                ),
                 name=name,
             )(*operands)
             return result
