@@ -138,6 +138,29 @@ def chunks(rows: int) -> Floor:
     )
 
 
+def experts(rows: int, size: int) -> Floor:
+    """Return the floor of the experts of one of 32 ranks, 28 of 896, where every expert is as likely as any other.
+
+    An expert that no row wants is not read; the others' rows fit a tile each, of ``size`` rows, and the MXU multiplies
+    whole tiles. Decoding the weights is work of the vector unit and comes on top: no rate of it is published.
+    """
+    local, of, topk, hidden, columns, block = 28, 896, 16, 3584, 3072, 256
+    reached = local * (1 - (1 - topk / of) ** rows)
+    numbers = 3 * hidden * columns
+    routes = rows * topk * local // of
+    tiles = -(-rows * topk // size) + local
+    streamed = tiled(hidden // 2, 2 * block, 1) + tiled(hidden // 32, 2 * block, 1)
+    streamed += tiled(block // 2, hidden, 1) + tiled(block // 32, hidden, 1)
+    scales = tiled(hidden // 32, 2 * block, 4) + tiled(block // 32, hidden, 4)
+    kept = 4 * tiled(size, hidden, 4) + tiled(size, hidden, 2)
+    return Floor(
+        hbm=round(reached * numbers * 17 / 32) + routes * hidden * 3 * 4,
+        bf16=round(reached * size * 2 * numbers),
+        held=2 * streamed + scales + kept + 2 * tiled(1, size, 4),
+        smem=4 * (2 * tiles + 1) + 2 * 2 * size * 4,
+    )
+
+
 def main() -> None:
     """Compute and keep every floor."""
     figures = {
@@ -153,6 +176,8 @@ def main() -> None:
         ),
         "kda_commit/commit": recurrence(DRAFTS, inputs=3 * DRAFTS, results=0, states=2),
         "kda_prefill/prefill": chunks(PREFILL),
+        "moe_experts/decode": experts(DECODE, size=16),
+        "moe_experts/prefill": experts(PREFILL, size=32),
     }
     for name, floor in figures.items():
         print(name, floor.figures())
