@@ -246,7 +246,7 @@ def test_an_input_is_described_by_shapes_and_few_integers() -> None:
 
 def test_the_command_proves_and_writes_json(tmp_path: Path) -> None:
     path = tmp_path / "proof.json"
-    names = ("attn_lse_base_2", "e8m0_nan_is_inf")
+    names = ("attn_lse_base_2", "e8m0_nan_is_inf", "results_in_one_buffer")
     result = run(*(x for n in names for x in ("--only", n)), "--quick", "--json", str(path))
     assert result.exit_code == 0, result.output
     assert "attn_lse_base_2: The LSE is in base 2 where the contract says natural logarithm." in result.output
@@ -254,7 +254,8 @@ def test_the_command_proves_and_writes_json(tmp_path: Path) -> None:
         "killed by formats/e8m0-times-e2m1: AssertionError: NaN under scale code 255: got 4" in result.output
     )
     assert "smallest input: row 0 of 3: outs bfloat16[3, 1, 1, 1], lses float32[3, 1, 1]" in result.output
-    assert "2 of 2 mutants killed (quick)" in result.output
+    assert "in the memory of out of call 1, which its caller still holds" in result.output  # a relation
+    assert "3 of 3 mutants killed (quick)" in result.output
     found = msgspec.json.decode(path.read_bytes(), type=prove.Proof)
     assert [m.name for m in found.mutants] == list(names)
     assert json.loads(path.read_text())["mutants"][0]["imitates"] == (
