@@ -25,11 +25,13 @@ from kimi_hal.dispatch.contract import Probe
 from kimi_hal.errors import ContractError, PlanError, SelectionError, ToolMissingError
 from kimi_hal.ops.indexer import IndexerSpec
 from kimi_hal.ops.kda import KDASpec
+from kimi_hal.ops.moe import MoESpec
 from kimi_hal.ops.operator import get
 from kimi_hal.ops.spec import Limits
 from kimi_hal.ops.topk_merge import TopKSpec
 from kimi_hal_tpu import plugin, requirements
 from kimi_hal_tpu.pallas import custom_call, mode, operands
+from kimi_hal_tpu.pallas_claims import PALLAS
 from kimi_hal_tpu.xla.sizes import sizes
 
 FP8 = "index.fp8.e4m3fn.pow2.page64"
@@ -171,23 +173,43 @@ def test_operands_are_a_list_of_tensors_and_what_is_fixed() -> None:
 
 KDA_LIMITS = Limits(max_rows=8, max_reqs=2, rows_per_req=4, row_buckets=(2, 8))
 SPEC = KDASpec(num_heads=2, head_dim=128, checkpoints=False)
+EXPERTS = MoESpec(num_experts=8, num_local=8, topk=2, hidden=256, intermediate=256)
 ONE = torch.tensor([0, 1], dtype=torch.int32)
+WHERE = {"device": "xla", "implementation": "tpu.pallas"}
+#: Operators whose kernels torch-xla's own jax is claimed to trace.
+CLAIMED = [
+    item.operator
+    for item in PALLAS
+    if "bridge" in item.build and any("torch_xla" in c.requires for c in item.capabilities)
+]
 
 
-def kda_operands(operator: str) -> tuple[Any, ...]:
-    """Return operands of a KDA operator: two sequences of four rows, or of one in a decode."""
+def kda_call(operator: str) -> tuple[Any, tuple[Any, ...]]:
+    """Return a plan of a KDA operator and its operands: two sequences of four rows, or of one in a decode."""
     layer, rows = Layer.random(SPEC), Rows.random(SPEC, 2 if operator == "kda_decode" else 8)
     qkv, gate = (rows.q, rows.k, rows.v), (rows.raw_g, rows.raw_beta, layer.A_log, layer.dt_bias)
     state, conv = layer.pool(2), layer.conv_pool(2)
     cut = torch.tensor([0, 4, 8], dtype=torch.int32)
     records = torch.zeros(2, sizes(SPEC, KDA_LIMITS, "").records, dtype=torch.uint8)
-    calls: dict[str, tuple[Any, ...]] = {
+    operands: dict[str, tuple[Any, ...]] = {
         "kda_prefill": (*qkv, *gate, state, ONE, cut),
         "kda_decode": (*qkv, *gate, state, ONE),
         "kda_verify": (rows.x, layer.weight, *gate, conv, state, ONE, cut, records),
         "kda_commit": ([conv], [state], [records], [layer.A_log], [layer.dt_bias], ONE, ONE + 1),
     }
-    return calls[operator]
+    pair = hal.plan("kda_verify", SPEC, KDA_LIMITS, **WHERE) if operator == "kda_commit" else None
+    return hal.plan(operator, SPEC, KDA_LIMITS, **WHERE, pair=pair), operands[operator]
+
+
+def experts_call() -> tuple[Any, tuple[Any, ...]]:
+    """Return a plan of ``moe_experts`` and its operands."""
+    found, draw = hal.plan("moe_experts", EXPERTS, KDA_LIMITS, **WHERE), torch.Generator().manual_seed(0)
+    shapes = {"w13": (8, 512, 128), "w13_scale": (8, 512, 8), "w2": (8, 256, 128), "w2_scale": (8, 256, 8)}
+    weights = found.weights(
+        **{n: torch.randint(120, 130, s, dtype=torch.uint8, generator=draw) for n, s in shapes.items()}
+    )
+    ids = torch.randint(0, 8, (8, 2), dtype=torch.int32, generator=draw)
+    return found, (torch.randn(8, 256).bfloat16(), torch.rand(8, 2), ids, list(weights))
 
 
 def moved(value: Any) -> Any:
@@ -195,12 +217,11 @@ def moved(value: Any) -> Any:
 
 
 @pytest.mark.usefixtures("tpu")
-@pytest.mark.parametrize("operator", ["kda_prefill", "kda_decode", "kda_verify", "kda_commit"])
-def test_kernels_of_tensor_core_are_traced_by_torch_xlas_own_jax(operator: str) -> None:
-    where = {"device": "xla", "implementation": "tpu.pallas"}
-    verify = hal.plan("kda_verify", SPEC, KDA_LIMITS, **where) if operator == "kda_commit" else None
-    found = hal.plan(operator, SPEC, KDA_LIMITS, **where, pair=verify)
-    operands = [moved(value) for value in kda_operands(operator)]
+@pytest.mark.parametrize("operator", CLAIMED)
+def test_a_kernel_that_is_claimed_for_it_is_traced_by_torch_xlas_own_jax(operator: str) -> None:
+    calls = {"indexer_logits": lambda: (plan(), scores_of(4)), "moe_experts": experts_call}
+    found, operands = calls[operator]() if operator in calls else kda_call(operator)
+    operands = tuple(moved(value) for value in operands)
     out = found.run(*operands)
     args = get(operator).args
     written = [value for name, value in zip(args, operands, strict=False) if args[name].mutated]
