@@ -295,15 +295,15 @@ class Search:
         """Find half of the bits of the cut (pieces 0 and 1) or of the bound (2 and 3)."""
         if piece < 2:
             half = SCORE_BITS // 2
-            self.cut = _bits((2 - piece) * half - 1, half, self.cut, self._reaches)
+            self.cut = bits((2 - piece) * half - 1, half, self.cut, self._reaches)
             return
         lower = POSITION_BITS // 2
         if piece == 2:
             cut = self.cut ^ SIGN
             self.ties = self.wanted - self._count(lambda order, position: order > cut)
-            self.bound = _bits(POSITION_BITS - 1, POSITION_BITS - lower, self.bound, self._short)
+            self.bound = bits(POSITION_BITS - 1, POSITION_BITS - lower, self.bound, self._short)
             return
-        self.bound = _bits(lower - 1, lower, self.bound, self._short)
+        self.bound = bits(lower - 1, lower, self.bound, self._short)
 
     def write(self, out: Ref, rank: Array | None) -> None:
         """Write the positions of winners, −1 elsewhere: of all ranks ``[W, 8, k']``, or of one ``[1, 8, k']``."""
@@ -340,7 +340,7 @@ class Search:
         return jax.lax.fori_loop(0, width // step, lambda i, carry: do(pl.ds(i * step, step), carry), start)
 
 
-def _bits(first: int, many: int, start: Array, fits: Callable[[Array], Array]) -> Array:
+def bits(first: int, many: int, start: Array, fits: Callable[[Array], Array]) -> Array:
     """Return a number with each of some bits, from the highest on, set where the number with it fits."""
 
     def bit(i: Array, value: Array) -> Array:
