@@ -28,6 +28,7 @@ from kimi_hal.ops.spec import Limits
 from kimi_hal.ops.topk_merge import TopKSpec, topk_select
 from kimi_hal_tpu import plugin, requirements
 from kimi_hal_tpu.pallas import jax_op, topk_merge
+from kimi_hal_tpu.torch_tpu import Device
 
 LIMITS = Limits(max_rows=4, max_reqs=4, row_buckets=(4,))
 VERSIONS = {"torch_tpu": "0.2.0", "libtpu": "0.0.52"}
@@ -125,3 +126,18 @@ def test_a_chip_is_known_by_its_name(arch: str) -> None:
 
     with jax.sharding.use_abstract_mesh(jax_op.chip(arch)):
         assert tpu_sc.get_sparse_core_info().num_subcores == 16
+
+
+@pytest.mark.usefixtures("torch_tpu")
+def test_the_devices_hooks_go_through_torchs_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[str] = []
+    accelerator = SimpleNamespace(
+        synchronize=lambda: waited.append("synchronize"), get_memory_info=lambda: (3 << 30, 32 << 30)
+    )
+    monkeypatch.setattr(torch, "accelerator", accelerator)
+    device = Device()
+    assert device.time(lambda: waited.append("call")) > 0
+    assert waited == ["synchronize", "call", "synchronize"]
+    assert device.memory() == (3 << 30, 32 << 30)
+    assert (device.arch(0), device.capture(lambda: None)) == ("tpu7x", None)
+    assert device.versions().items() >= {"torch_tpu": "0.2.0", "libtpu": "0.0.52"}.items()
