@@ -49,14 +49,15 @@ class Floor:
         }
 
 
-def scores(rows: int) -> Floor:
-    """Return the floor of ``indexer_logits``: each row reads the pages of its own request."""
-    pages = CONTEXT // 64
-    held = 2 * 8 * 96 * 128 + 2 * CONTEXT * 4 + 2 * INDEX_HEADS * 128 + 2 * 8 * 128 * 4
-    # The sum over heads in float32 takes six bfloat16 passes; the bytes of a key's scale two small products.
-    extra = rows * CONTEXT * (2 * INDEX_HEADS * 6 + 2 * 2 * 4 * 128)
+def scores(rows: int, run: int) -> Floor:
+    """Return the floor of ``indexer_logits``: ``run`` rows, one request's in a tile, read each of its pages once."""
+    pages, tile = CONTEXT // 64, 16
+    pool, lines = 2 * 8 * 96 * 128, 2 * tile * tiled(4, 128, 4)
+    held = pool + lines + 2 * tile * INDEX_HEADS * 128 + 2 * tiled(tile, INDEX_HEADS, 4)
+    # The sum over heads in float32 takes six bfloat16 passes; the bytes of a key's scale two small products a read.
+    extra = CONTEXT * (rows * 2 * INDEX_HEADS * 6 + rows // run * 2 * 2 * 4 * 128)
     return Floor(
-        hbm=rows * (pages * 8448 + CONTEXT * 4),
+        hbm=rows // run * pages * 8448 + rows * CONTEXT * 4,
         fp8=2 * rows * CONTEXT * INDEX_HEADS * 128,
         bf16=extra,
         held=held,
@@ -70,20 +71,58 @@ def select(rows: int) -> Floor:
     return Floor(hbm=rows * (5 * CONTEXT + TOPK) * 4, held=held)
 
 
-def gather(rows: int) -> Floor:
+@dataclass(frozen=True)
+class Latent:
+    """Rows of a latent format.
+
+    Args:
+        row: bytes.
+        read: bytes that a stream of TPU7x reads for one: it moves granules of 64.
+        stream: rows of one.
+        planes: in which a key's columns lie.
+        rest: columns of a plane that are no values.
+    """
+
+    row: int
+    read: int
+    stream: int
+    planes: int
+    rest: int
+
+    @property
+    def dense(self) -> int:
+        """Return the bytes of a row in the dense buffer, whose lines have 512."""
+        return -(-self.row // 512) * 512
+
+
+LATENTS = {
+    "": Latent(576, 576, 128, planes=4, rest=16),
+    "-nvfp4": Latent(352, 384, 128, planes=4, rest=16),
+    "-bf16": Latent(1152, 1152, 64, planes=2, rest=32),
+}
+
+
+def gather(rows: int, latent: Latent) -> Floor:
     """Return the floor of the gather: each latent is read and written once."""
-    return Floor(hbm=rows * TOPK * (2 * 576 + 4), held=2 * 128 * 4 + 2 * 128 * 576)
-
-
-def attention(rows: int) -> Floor:
-    """Return the floor of attention over the gathered latents, probabilities in two bfloat16 terms."""
-    padded = 16
-    held = (
-        2 * 512 * 640 + 2 * padded * 640 * 2 + 2 * padded * 512 * 2 + padded * 512 * 4 + 4 * padded * 128 * 4
-    )
     return Floor(
-        hbm=rows * (TOPK * (576 + 4) + HEADS * (576 + 512) * 2),
-        bf16=2 * rows * TOPK * HEADS * (576 + 2 * 512),
+        hbm=rows * TOPK * (latent.read + latent.row + 4),
+        held=2 * latent.stream * (4 + latent.row),
+    )
+
+
+def attention(rows: int, latent: Latent) -> Floor:
+    """Return the floor of attention over the gathered latents, probabilities in two bfloat16 terms.
+
+    What unpacks a key's 576 elements runs on the vector unit and comes on top: no rate of it is published.
+    """
+    padded, columns = 16, 512 + latent.planes * latent.rest
+    query = tiled(padded, 512, 2) + tiled(padded, latent.planes * 128, 2)
+    sums = tiled(padded, 512, 4) + 4 * tiled(padded, 1, 4)
+    held = 2 * 512 * latent.dense + 2 * query + 2 * tiled(padded, 512, 2) + sums + 2 * tiled(1, 512, 4)
+    spread = 2 * 32 * 128 if latent.row == 352 else 0  # NVFP4's scales to its codes
+    return Floor(
+        hbm=rows * (TOPK * (latent.dense + 4) + HEADS * (576 + 512) * 2),
+        bf16=rows * TOPK * (2 * HEADS * (columns + 2 * 512) + spread),
         held=held,
         smem=8,
     )
@@ -164,12 +203,9 @@ def experts(rows: int, size: int) -> Floor:
 def main() -> None:
     """Compute and keep every floor."""
     figures = {
-        "indexer_logits/decode": scores(DECODE),
-        "indexer_logits/prefill": scores(PREFILL),
+        "indexer_logits/decode": scores(DECODE, run=1),
+        "indexer_logits/prefill": scores(PREFILL, run=16),
         "topk_select/select": select(DECODE),
-        "sparse_mla/gather": gather(DECODE),
-        "sparse_mla/decode": attention(DECODE),
-        "sparse_mla/prefill": attention(PREFILL),
         "kda_decode/decode": recurrence(1, inputs=4, results=1, states=2),
         "kda_verify/verify": recurrence(
             DRAFTS, inputs=3 * (3 + DRAFTS) + DRAFTS, results=3 * DRAFTS, states=1, taps=12
@@ -179,6 +215,10 @@ def main() -> None:
         "moe_experts/decode": experts(DECODE, size=16),
         "moe_experts/prefill": experts(PREFILL, size=32),
     }
+    for suffix, latent in LATENTS.items():
+        figures[f"sparse_mla/gather{suffix}"] = gather(DECODE, latent)
+        figures[f"sparse_mla/decode{suffix}"] = attention(DECODE, latent)
+        figures[f"sparse_mla/prefill{suffix}"] = attention(PREFILL, latent)
     for name, floor in figures.items():
         print(name, floor.figures())
     keep("tpu_floors", {name: floor.figures() for name, floor in figures.items()})

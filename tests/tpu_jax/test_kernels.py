@@ -59,8 +59,9 @@ def check_gather(words: int, mode: Mode = SIMULATED) -> None:
     """Hold the gather of rows of some words against numpy's."""
     table = np.arange(200 * words, dtype=np.int32).reshape(200, words)
     index = np.random.default_rng(0).integers(0, 200, 5 * 128).astype(np.int32)
-    found = jax.jit(lambda *a: gather.rows(*a, mode))(table, index)
-    assert (np.asarray(found) == table[index]).all()
+    lines = np.asarray(jax.jit(lambda *a: gather.rows(*a, mode))(table, index))
+    found = np.concatenate(list(lines), axis=1)[:, :words]
+    assert (found == table[index]).all()
 
 
 @pytest.mark.parametrize("name", LATENTS)
@@ -186,6 +187,14 @@ def packed_latents(name: str, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return rows, fmt.unpack(rows, scale, torch.float64)
 
 
+def in_lines(rows: torch.Tensor, layout: latents.Scaled) -> np.ndarray[Any, Any]:
+    """Return rows as the gather leaves them, with NaNs and the like behind a row's words."""
+    words = rows.view(torch.int32).numpy()
+    behind = layout.lines * latents.LINE - words.shape[1]
+    full = np.pad(words, ((0, 0), (0, behind)), constant_values=-1)
+    return full.reshape(len(rows), layout.lines, -1).swapaxes(0, 1)
+
+
 def check_attention(name: str) -> None:
     """Hold attention over rows of a format against the formula; what does not count holds NaNs."""
     layout, count = latents.LAYOUTS[name], 256
@@ -196,11 +205,12 @@ def check_attention(name: str) -> None:
     q = torch.randn(2, 12, 576).bfloat16()
     scale = np.array([0.05, 0.5 if layout.needs_scale else 1.0], np.float32)
 
-    def program(q: Any, words: Any, *rest: Any) -> Any:
-        dense = layout.dense(words).reshape(2, count, -1)
-        return attention.attend(q, dense, *rest, layout, jnp.dtype("float32"), SIMULATED)
+    lines = in_lines(rows, layout)
 
-    operands = (jnp.asarray(q.float().numpy(), jnp.bfloat16), rows.view(torch.int32).numpy(), valid, scale)
+    def program(*arrays: Any) -> Any:
+        return attention.attend(*arrays, layout, jnp.dtype("float32"), SIMULATED)
+
+    operands = (jnp.asarray(q.float().numpy(), jnp.bfloat16), lines, valid, scale)
     out, lse = (np.asarray(x) for x in jax.jit(program)(*operands))
     dots = torch.einsum("hd,kd->hk", q[0].double(), keys[:count]) / scale[1] * np.float64(scale[0])
     logits = dots.masked_fill(torch.tensor(valid[0] == 0), -INF)
@@ -217,6 +227,11 @@ def test_attention_leaves_out_what_does_not_count_whatever_it_holds(name: str) -
     check_attention(name)
 
 
+def test_bytes_of_a_cache_become_words_little_end_first() -> None:
+    rows = torch.randint(0, 256, (5, 352), dtype=torch.uint8)
+    assert (np.asarray(latents.as_words(rows.numpy())) == rows.view(torch.int32).numpy()).all()
+
+
 def check_unpacked() -> None:
     """Hold every e2m1 code times every scale against the format's own reading."""
     fmt, layout = formats.latent("latent.nvfp4.352"), latents.LAYOUTS["latent.nvfp4.352"]
@@ -227,14 +242,19 @@ def check_unpacked() -> None:
     rows[:, 320:] = (codes[:, None] + torch.arange(32, dtype=torch.uint8)) & 0x7F
     rows[:, 320:][rows[:, 320:] == 0x7F] = 0
 
-    def kernel(bytes_: Any, counts: Any, out: Any) -> None:
-        out[...] = layout.keys(bytes_[...], counts[...])
+    def kernel(words: Any, counts: Any, values: Any, rest: Any) -> None:
+        values[...], tails = layout.keys(words, counts[...])
+        rest[...] = jnp.concatenate(tails, axis=1)
 
-    shape = jax.ShapeDtypeStruct((256, layout.width), jnp.bfloat16)
-    run = pl.pallas_call(kernel, out_shape=shape, interpret=SIMULATED.interpret)
-    found = np.asarray(run(rows.numpy(), np.ones((1, 256), np.int32))).astype(np.float64)
-    stored = np.asarray(layout.query(jnp.asarray(fmt.unpack(rows, None, torch.float64).numpy())))
-    assert (found[:, :576] == stored[:, :576]).all()
+    shapes = tuple(jax.ShapeDtypeStruct((256, columns), jnp.bfloat16) for columns in (512, 64))
+    run = pl.pallas_call(kernel, out_shape=shapes, interpret=SIMULATED.interpret)
+    found = [
+        np.asarray(x).astype(np.float64) for x in run(in_lines(rows, layout), np.ones((1, 256), np.int32))
+    ]
+    expected = jnp.asarray(fmt.unpack(rows, None, torch.float64).numpy())[:, None]
+    values, rest = (np.asarray(x)[:, 0] for x in layout.query(expected))
+    assert (found[0] == values).all()
+    assert (found[1] == rest.reshape(256, 4, -1)[..., :16].reshape(256, 64)).all()
 
 
 def test_packed_latents_are_unpacked_to_the_bit() -> None:
@@ -340,4 +360,5 @@ def test_a_stream_that_nobody_waits_for_is_found(monkeypatch: pytest.MonkeyPatch
     table = np.arange(40 * 144, dtype=np.int32).reshape(40, 144)
     index = np.zeros(128, np.int32)
     program = jax.jit(lambda *a: gather.rows(*a, Mode(simulated=True)))
-    assert not (np.asarray(program(table, index)) == table[index]).all() or races_found()
+    found = np.concatenate(list(np.asarray(program(table, index))), axis=1)[:, :144]
+    assert not (found == table[index]).all() or races_found()

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kimi_hal_tpu.pallas.latents import RANK, Scaled
+from kimi_hal_tpu.pallas.latents import LINE, RANK, Scaled
 from kimi_hal_tpu.pallas.mode import Array, Mode, Ref
 
 #: Keys of one step of the grid, at most.
@@ -28,7 +28,7 @@ def attend(
 
     Args:
         q: ``[T, H, 576]`` bfloat16.
-        keys: ``[T, K, …]``, rows as ``layout.dense`` gives them; K a multiple of 128.
+        keys: ``[lines, T · K, 128]`` int32, rows in lines of words; K a multiple of 128.
         valid: ``[T, K]`` int32, 1 where a key counts. What does not count is never multiplied.
         scales: ``[2]`` float32: what a dot product and what a value is multiplied with.
         layout: of the rows.
@@ -38,9 +38,8 @@ def attend(
     Returns:
         ``[T, H, 512]`` and the natural LSE ``[T, H]`` float32.
     """
-    q = layout.query(q)
-    rows, heads, width = q.shape
-    count = keys.shape[1]
+    q_values, q_rest = layout.query(q)
+    (rows, heads, _), count = q.shape, valid.shape[1]
     block = next(size for size in (BLOCK, 256, 128) if count % size == 0)
     terms = 2 if out_dtype == jnp.bfloat16 else 3
     out, lse = pl.pallas_call(
@@ -52,8 +51,9 @@ def attend(
         grid=(rows, count // block),
         in_specs=[
             pl.BlockSpec(memory_space=pltpu.SMEM),
-            pl.BlockSpec((1, heads, width), lambda t, j: (t, 0, 0)),
-            pl.BlockSpec((1, block, keys.shape[2]), lambda t, j: (t, j, 0)),
+            pl.BlockSpec((1, heads, RANK), lambda t, j: (t, 0, 0)),
+            pl.BlockSpec((1, heads, q_rest.shape[2]), lambda t, j: (t, 0, 0)),
+            pl.BlockSpec((layout.lines, block, LINE), lambda t, j: (0, t * (count // block) + j, 0)),
             pl.BlockSpec((1, 1, block), lambda t, j: (t, 0, j)),
         ],
         out_specs=(
@@ -68,13 +68,14 @@ def attend(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         interpret=mode.interpret,
         name="sparse_mla",
-    )(scales, q, keys, valid[:, None, :])
+    )(scales, q_values, q_rest, keys, valid[:, None, :])
     return layout.result(out), lse[..., 0]
 
 
 def _kernel(
     scales: Ref,
-    q: Ref,
+    q_values: Ref,
+    q_rest: Ref,
     keys: Ref,
     valid: Ref,
     out: Ref,
@@ -95,8 +96,10 @@ def _kernel(
         sums[...] = jnp.zeros_like(sums)
 
     counts = valid[0]
-    key = layout.keys(keys[0], counts)
-    dots = jax.lax.dot_general(q[0], key, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    values, rest = layout.keys(keys, counts)
+    dots = against(q_values[0], values)
+    for plane, tail in enumerate(rest):
+        dots = dots + against(q_rest[0, :, pl.ds(plane * LINE, layout.rest)], tail)
     logits = jnp.where(counts != 0, dots * scales[0], -jnp.inf)
     new_top = jnp.maximum(top[...], jnp.max(logits, axis=1, keepdims=True))
     base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
@@ -104,7 +107,7 @@ def _kernel(
     weights = jnp.where(counts != 0, jnp.exp(logits - base), 0.0)
     kept = jnp.exp(top[...] - base)
     total[...] = total[...] * kept + jnp.sum(weights, axis=1, keepdims=True)
-    sums[...] = sums[...] * kept + product(weights, key[:, :RANK], terms)
+    sums[...] = sums[...] * kept + product(weights, values, terms)
     top[...] = new_top
 
     @pl.when(step == pl.num_programs(1) - 1)
@@ -112,6 +115,11 @@ def _kernel(
         whole, high = total[...], top[...]
         out[0] = (sums[...] / jnp.where(whole == 0, 1.0, whole) * scales[1]).astype(out.dtype)
         lse[0] = jnp.where(jnp.isinf(high), high, high + jnp.log(whole))
+
+
+def against(q: Array, keys: Array) -> Array:
+    """Return the dot products ``[H, K]`` of queries ``[H, n]`` and keys ``[K, n]``, in float32."""
+    return jax.lax.dot_general(q, keys, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def product(weights: Array, values: Array, terms: int) -> Array:

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from kimi_hal.dispatch.contract import Compiled, Instruction, Kernel, Target
@@ -14,7 +13,7 @@ from kimi_hal.ops.moe import MoESpec
 from kimi_hal_tpu import generations
 from kimi_hal_tpu.pallas import aot, attention, gather, moe, scores, selection
 from kimi_hal_tpu.pallas.expert_blocks import Blocks
-from kimi_hal_tpu.pallas.latents import LAYOUTS, Scaled
+from kimi_hal_tpu.pallas.latents import LAYOUTS, LINE, Scaled
 from kimi_hal_tpu.pallas.mode import Mode
 
 MODE = Mode()
@@ -55,7 +54,7 @@ def sparse_mla(target: Target) -> list[Kernel]:
     found = []
     for latent, suffix in LATENTS.items():
         layout = LAYOUTS[latent]
-        table = [((SLOTS, layout.row_bytes // 4), jnp.int32), ((DECODE * TOPK,), jnp.int32)]
+        table = [((SLOTS, layout.words), jnp.int32), ((DECODE * TOPK,), jnp.int32)]
         found += [
             _kernel(target, f"gather{suffix}", lambda *a: gather.rows(*a, MODE), table, sparse=True),
             _attention(target, f"decode{suffix}", DECODE, layout),
@@ -101,11 +100,9 @@ def _scores(target: Target, name: str, rows: int) -> Kernel:
 
 
 def _attention(target: Target, name: str, rows: int, layout: Scaled) -> Kernel:
-    words = jax.ShapeDtypeStruct((rows * TOPK, layout.row_bytes // 4), jnp.int32)
-    dense = jax.eval_shape(layout.dense, words)
     operands = [
         ((rows, HEADS, 576), jnp.bfloat16),
-        ((rows, TOPK, dense.shape[1]), dense.dtype),
+        ((layout.lines, rows * TOPK, LINE), jnp.int32),
         ((rows, TOPK), jnp.int32),
         ((2,), jnp.float32),
     ]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kimi_hal_tpu.pallas.latents import LINE
 from kimi_hal_tpu.pallas.mode import Array, Mode, Ref
 
 #: Rows of one indirect stream: the longest index vector that a stream takes.
@@ -19,7 +20,7 @@ STREAM = 128 * 144
 
 
 def rows(table: Array, index: Array, mode: Mode) -> Array:
-    """Return ``table[index]``.
+    """Return ``table[index]`` in lines of 128 words, which lie in HBM as TensorCore reads them: no copy between.
 
     Args:
         table: ``[slots, words]`` int32 in HBM; a row is a multiple of 8 words and at most 288.
@@ -27,13 +28,13 @@ def rows(table: Array, index: Array, mode: Mode) -> Array:
         mode: compiled or interpreted.
 
     Returns:
-        ``[n, words]`` int32.
+        ``[lines, n, 128]`` int32; what is behind a row's words holds anything.
     """
     count, words = index.shape[0], table.shape[1]
     block = BLOCK if BLOCK * words <= STREAM else BLOCK // 2
     kernel = mode.on_subcores(
         functools.partial(_kernel, block=block, blocks=count // block, mode=mode),
-        jax.ShapeDtypeStruct((count, words), table.dtype),
+        jax.ShapeDtypeStruct((-(-words // LINE), count, LINE), table.dtype),
         [
             pltpu.VMEM((block,), jnp.int32),
             pltpu.VMEM((block,), jnp.int32),
@@ -67,9 +68,13 @@ def _kernel(
     """Gather every ``workers``-th block; while one buffer is written out, the other is filled."""
     buffers = ((index_0, rows_0), (index_1, rows_1))
 
-    def written(slot: int, number: Array) -> Any:
-        target = out.at[pl.ds(number * block, block)]
-        return pltpu.make_async_copy(buffers[slot][1], target, writing.at[slot])
+    def written(slot: int, number: Array, do: Any) -> None:
+        filled = buffers[slot][1]
+        for line in range(out.shape[0]):
+            width = min(LINE, filled.shape[1] - line * LINE)
+            source = filled.at[:, pl.ds(line * LINE, width)]
+            target = out.at[line, pl.ds(number * block, block), pl.ds(0, width)]
+            do(pltpu.make_async_copy(source, target, writing.at[slot]))
 
     def turn(slot: int, i: Array) -> None:
         number = worker + i * workers
@@ -77,13 +82,13 @@ def _kernel(
 
         @pl.when((i >= 2) & (number < blocks + 2 * workers))
         def _free() -> None:
-            written(slot, number - 2 * workers).wait()
+            written(slot, number - 2 * workers, lambda copy: copy.wait())
 
         @pl.when(number < blocks)
         def _gather() -> None:
             pltpu.sync_copy(index.at[pl.ds(number * block, block)], picked)
             mode.gather_rows(table, picked, filled, reading.at[slot]).wait()
-            written(slot, number).start()
+            written(slot, number, lambda copy: copy.start())
 
     def pair(i: Array, _: None) -> None:
         turn(0, 2 * i)

@@ -19,12 +19,12 @@ QUERY = {"float8_e4m3fn": jnp.float8_e4m3fn, "float8_e4m3fnuz": jnp.float8_e4m3f
 def sparse_mla(spec: SparseMLASpec, given: Mapping[str, Array], mode: Mode) -> tuple[Array, Array]:
     """Return out ``[T, H, 512]`` and the natural LSE ``[T, H]``."""
     slots = physical_slots(spec, given)
-    rows, count = slots.shape
+    count = slots.shape[1]
     whole = max(1, -(-count // gather.BLOCK)) * gather.BLOCK
     slots = jnp.pad(slots, ((0, 0), (0, whole - count)), constant_values=-1)
     layout = LAYOUTS[spec.latent]
     table = as_words(given["cache"].reshape(-1, layout.row_bytes))
-    keys = layout.dense(gather.rows(table, slots.reshape(-1), mode)).reshape(rows, whole, -1)
+    keys = gather.rows(table, slots.reshape(-1), mode)
     valid = (slots >= 0).astype(jnp.int32)
     q, scales = query(spec, given["q"]), factors(spec, given)
     out, lse = attention.attend(q, keys, valid, scales, layout, jnp.dtype(spec.out_dtype), mode)
