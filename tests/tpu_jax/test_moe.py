@@ -19,6 +19,7 @@ from kimi_hal import formats
 from kimi_hal.errors import ContractError
 from kimi_hal.ops.moe import MoESpec
 from kimi_hal.reference import moe as reference
+from kimi_hal_tpu import expert_grid
 from kimi_hal_tpu.pallas import expert_blocks, expert_tiles, experts, moe, mxfp4
 from kimi_hal_tpu.pallas.bridge import races_found, to_jax
 from kimi_hal_tpu.pallas.mode import Mode
@@ -95,7 +96,7 @@ def test_experts_are_the_references(call: dict[str, Any], found: np.ndarray[Any,
 def test_larger_tiles_and_float4_give_the_same_bits(
     call: dict[str, Any], found: np.ndarray[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(expert_tiles, "SMALLEST", expert_tiles.LARGEST)
+    monkeypatch.setattr(expert_grid, "SMALLEST", expert_grid.LARGEST)
     again = run(call, Mode(simulated=True, float4=True))
     assert np.array_equal(again.view(np.int32), found.view(np.int32))
 
@@ -130,7 +131,7 @@ def test_experts_without_rows_are_in_no_tile() -> None:
     counts = torch.bincount(torch.tensor([e for row in wanted for e in row]), minlength=200)
     used = int(tiles.used[0])
     assert used == int(((counts + 15) // 16).sum())
-    assert used <= tiles.expert.shape[0] == expert_tiles.most(spec, 360, 16) == 23 + 200
+    assert used <= tiles.expert.shape[0] == expert_grid.most(spec, 360, 16) == 23 + 200
     assert set(tiles.expert.tolist()) == set(counts.nonzero().flatten().tolist())
     assert (tiles.expert[used:] == tiles.expert[used - 1]).all()
     assert int(tiles.count[:used].sum()) == int(counts.sum())

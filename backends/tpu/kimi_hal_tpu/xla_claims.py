@@ -110,6 +110,7 @@ SOURCE = (
     "kimi_hal_tpu/static.py",
     "kimi_hal_tpu/staging.py",
     "kimi_hal_tpu/buckets.py",
+    "kimi_hal_tpu/expert_grid.py",
 )
 EXPERTS = frozenset({"prepare_moe_weights", "moe_experts"})
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from kimi_hal.ops.moe import MoESpec
+from kimi_hal_tpu import expert_grid
 from kimi_hal_tpu.pallas.mode import Array
-
-#: Rows of a tile: as many as a bfloat16 tile has, up to what keeps the MXU busy.
-SMALLEST, LARGEST = 16, 128
 
 
 class Tiles(NamedTuple):
@@ -29,19 +27,6 @@ class Tiles(NamedTuple):
     used: Array
     rows: Array
     weights: Array
-
-
-def size_of(spec: MoESpec, rows: int) -> int:
-    """Return the rows of a tile: twice what an expert gets if all get the same."""
-    size = SMALLEST
-    while size < LARGEST and size * spec.num_experts < 2 * rows * spec.topk:
-        size *= 2
-    return size
-
-
-def most(spec: MoESpec, routes: int, size: int) -> int:
-    """Return how many tiles a number of routes can need: whole ones, and a part of one an expert."""
-    return -(-routes // size) + min(spec.num_local, routes)
 
 
 def local_experts(spec: MoESpec, ids: Array, expert_map: Array | None) -> Array:
@@ -68,7 +53,9 @@ def cut(spec: MoESpec, ids: Array, weights: Array, expert_map: Array | None, siz
     first = jnp.searchsorted(local[order], number, side="left").astype(jnp.int32)
     counts = jnp.searchsorted(local[order], number, side="right").astype(jnp.int32) - first
     ends = jnp.cumsum((counts + size - 1) // size, dtype=jnp.int32)
-    tile = jnp.minimum(jnp.arange(most(spec, routes, size), dtype=jnp.int32), jnp.maximum(ends[-1] - 1, 0))
+    tile = jnp.minimum(
+        jnp.arange(expert_grid.most(spec, routes, size), dtype=jnp.int32), jnp.maximum(ends[-1] - 1, 0)
+    )
     expert = jnp.minimum(jnp.searchsorted(ends, tile, side="right").astype(jnp.int32), spec.num_local - 1)
     own = tile - (ends - (counts + size - 1) // size)[expert]
     places = jnp.minimum((first[expert] + own * size)[:, None] + jnp.arange(size), routes - 1)
@@ -80,9 +67,3 @@ def cut(spec: MoESpec, ids: Array, weights: Array, expert_map: Array | None, siz
         rows=(route // ids.shape[1]).astype(jnp.int32)[:, None],
         weights=weights.reshape(-1)[route][:, None],
     )
-
-
-def shapes(tiles: int, size: int) -> list[tuple[tuple[int, ...], Any]]:
-    """Return shape and dtype of each field, in order."""
-    each: list[tuple[tuple[int, ...], Any]] = [((tiles,), jnp.int32)] * 2
-    return [*each, ((1,), jnp.int32), ((tiles, 1, size), jnp.int32), ((tiles, 1, size), jnp.float32)]

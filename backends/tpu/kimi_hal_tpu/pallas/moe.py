@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from kimi_hal.ops.moe import MoESpec
+from kimi_hal_tpu import expert_grid
 from kimi_hal_tpu.pallas import expert_blocks, expert_tiles, experts
 from kimi_hal_tpu.pallas.mode import Array, Mode
 
@@ -22,7 +23,7 @@ def moe_experts(spec: MoESpec, given: Given, mode: Mode) -> tuple[Array]:
     """
     x, ids, weights = given["x"], given["topk_ids"], list(given["weights"])
     expert_blocks.require(spec, weights)
-    size = expert_tiles.size_of(spec, x.shape[0])
+    size = expert_grid.size_of(spec, x.shape[0])
     tiles = expert_tiles.cut(spec, ids, given["topk_weights"], given.get("expert_map"), size)
     width = expert_blocks.Blocks.of(spec).hidden
     rows = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, width - spec.hidden)))

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kimi_hal import formats
 from kimi_hal.ops.moe import MoESpec, RouteSpec
 from kimi_hal.reference import moe as reference
+from kimi_hal_tpu import expert_grid
+from kimi_hal_tpu.xla import experts
 
 Given = Mapping[str, Any]
 
@@ -60,37 +61,8 @@ def reachable(spec: RouteSpec, choice: Tensor) -> Tensor:
 
 
 def moe_experts(spec: MoESpec, given: Given) -> tuple[Tensor]:
-    """Return this rank's partial sum: one loop over its experts, each over all rows.
-
-    Every expert's weights are read once, which is the floor where each has a token; a row that did not choose an
-    expert takes nothing of it.
-    """
-    from torch_xla.experimental.scan import scan
-
-    x = given["x"].float()
+    """Return this rank's partial sum ``[T, hidden]`` float32."""
     local = reference.local_experts(spec, given["topk_ids"], given.get("expert_map"))
-    number = torch.arange(spec.num_local, device=x.device)
-    named = local[None] == number[:, None, None]
-    factor = torch.where(named, given["topk_weights"][None], 0.0).sum(dim=2)
-    took = named.any(dim=2).float()
-    w13, w2 = decoded(spec, *given["weights"])
-
-    # What a step reads must come through the loop: torch-xla traces it apart, without what stands around it.
-    def one(carry: tuple[Tensor, ...], expert: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Tensor]:
-        (rows, total), (up_gate, down, weight, uses) = carry, expert
-        gate, up = torch.matmul(rows, up_gate.transpose(0, 1)).chunk(2, dim=1)
-        hidden = reference.activate(spec, gate, up).bfloat16().float()
-        part = torch.matmul(hidden, down.transpose(0, 1)) * weight[:, None]
-        total = total + torch.where(uses[:, None] > 0, part, 0.0)
-        return (rows.clone(), total), total[:1, :1]
-
-    (_, total), _ = scan(one, (x, torch.zeros_like(x)), (w13, w2, factor, took))
-    return (total,)
-
-
-def decoded(
-    spec: MoESpec, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the experts' matrices in float32: e2m1 times a power of two is exact in bfloat16."""
-    fmt = formats.experts(spec.weights)
-    return fmt.decode(w13, w13_scale), fmt.decode(w2, w2_scale)
+    size = expert_grid.size_of(spec, local.shape[0])
+    tiles = experts.cut(spec, local, given["topk_weights"], size)
+    return (experts.run(spec, given["x"].float(), tiles, given["weights"]),)
