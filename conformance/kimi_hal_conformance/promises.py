@@ -10,15 +10,15 @@ from torch import Tensor
 
 from kimi_hal import ops
 from kimi_hal.dispatch.contract import Properties
-from kimi_hal_conformance import captured, lasting, shards
 from kimi_hal_conformance.calls import Called, Subject
-from kimi_hal_conformance.captured import untried
 from kimi_hal_conformance.case import Case, drawn
 from kimi_hal_conformance.levels import BATCH_INVARIANT, CAPTURE, DETERMINISTIC, LASTING, SHARDS, of_promise
 from kimi_hal_conformance.oracle import Answer, Question
 from kimi_hal_conformance.poison import same_bits
 from kimi_hal_conformance.ranks import on_ranks, questions
-from kimi_hal_conformance.relations import PARTLY_UNSPECIFIED, RELATIONS, Ground, UntriedError
+from kimi_hal_conformance.relations import RELATIONS, captured, lasting, shards
+from kimi_hal_conformance.relations.captured import untried
+from kimi_hal_conformance.relations.ground import PARTLY_UNSPECIFIED, Ground, UntriedError
 from kimi_hal_conformance.rig import OnePlan
 from kimi_hal_conformance.scripts import call
 from kimi_hal_conformance.shrink import pieces
@@ -39,7 +39,7 @@ class Effort:
     Args:
         repeats: calls beside the first, one at least and no more than there is time for; 0: no bits are compared.
         relations: what must hold between calls, and capture.
-        lasting: that results stay what they are while later calls are made (``lasting.py``).
+        lasting: that results stay what they are while later calls are made (``relations/lasting.py``).
     """
 
     repeats: int = 0

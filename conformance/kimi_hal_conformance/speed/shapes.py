@@ -23,7 +23,7 @@ from kimi_hal.ops.topk_merge import TopKSpec
 from kimi_hal_conformance.case import Checkpoint
 from kimi_hal_conformance.draws import ints, normal
 from kimi_hal_conformance.oracle import Question
-from kimi_hal_conformance.variants import total
+from kimi_hal_conformance.relations.variants import total
 
 ROWS, PREFILL, HEADS, TOPK, CONTEXT = 256, 4096, 12, 2048, 16384
 REQUESTS = 16

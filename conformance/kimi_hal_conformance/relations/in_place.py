@@ -15,7 +15,7 @@ from kimi_hal_conformance.judging import objections
 from kimi_hal_conformance.poison import Room, same_bits
 
 if TYPE_CHECKING:
-    from kimi_hal_conformance.relations import Ground
+    from kimi_hal_conformance.relations.ground import Ground
 
 
 class SharedRoom(Room):

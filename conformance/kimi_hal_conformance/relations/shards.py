@@ -17,7 +17,7 @@ from kimi_hal.errors import SelectionError
 from kimi_hal.ops.spec import DCP
 from kimi_hal.parallel import ownership
 from kimi_hal_conformance.oracle import Question
-from kimi_hal_conformance.relations import Ground, UntriedError, invariant
+from kimi_hal_conformance.relations.ground import Ground, UntriedError, invariant
 from kimi_hal_conformance.scripts import call
 
 WORLDS = (2, 4, 8)

@@ -9,14 +9,14 @@ from typing import Any
 from torch import Tensor
 
 from kimi_hal import ops
-from kimi_hal_conformance import variants
 from kimi_hal_conformance.calls import Called, Subject
 from kimi_hal_conformance.case import Case, drawn, generator
 from kimi_hal_conformance.forms import storage
 from kimi_hal_conformance.oracle import Question
 from kimi_hal_conformance.poison import same_bits
 from kimi_hal_conformance.ranks import on_ranks, questions
-from kimi_hal_conformance.relations import UntriedError
+from kimi_hal_conformance.relations import variants
+from kimi_hal_conformance.relations.ground import UntriedError
 from kimi_hal_conformance.rig import OnePlan, with_operands
 from kimi_hal_conformance.scripts import call
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kimi_hal_conformance import variants
 from kimi_hal_conformance.oracle import Question
-from kimi_hal_conformance.relations import Ground, UntriedError, rounds
+from kimi_hal_conformance.relations import variants
+from kimi_hal_conformance.relations.ground import Ground, UntriedError
+from kimi_hal_conformance.relations.purity import rounds
 from kimi_hal_conformance.rig import OnePlan, Rig, with_operands
 
 #: Why a whole call was not captured, by what is declared.

@@ -1,0 +1,33 @@
+"""No call may know of another: one plan, the same addresses, new data, other sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kimi_hal_conformance.oracle import Question
+from kimi_hal_conformance.relations import variants
+from kimi_hal_conformance.relations.ground import Ground
+from kimi_hal_conformance.rig import OnePlan, Rig
+
+
+def rounds(ground: Ground) -> list[tuple[Question, Question]]:
+    """Return calls of sizes A, B, A, B, each with the call that sets its addresses; A alone where it has no half."""
+    first, other = ground.question, ground.other
+    if not ground.divisible:
+        return [(first, first), (first, other)]
+    half = ground.half(first)
+    later = ground.half(other)
+    later = later if variants.alike(half.operands, later.operands) else half
+    return [(first, first), (half, half), (first, other), (half, later)]
+
+
+def purity(ground: Ground) -> Iterator[str]:
+    """One plan, the same addresses, new data, sizes A, B, A, B: no call may know of another."""
+    plan, rigs = OnePlan.of(ground.subject), {}
+    for number, (shape, question) in enumerate(rounds(ground), 1):
+        if id(shape) not in rigs:
+            rigs[id(shape)] = Rig(shape, plan)
+        found = rigs[id(shape)].answer(question)
+        yield from ground.differs(
+            question, found, f"call {number} of one plan, new data at the same addresses"
+        )
