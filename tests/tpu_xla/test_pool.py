@@ -27,7 +27,7 @@ from kimi_hal import cache, formats
 from kimi_hal.cache import TokenCache
 from kimi_hal.cache.models import delta_attention
 from kimi_hal.dispatch.contract import Probe
-from kimi_hal.ops.indexer import IndexerSpec, IndexerTopKSpec, StoreIndexSpec
+from kimi_hal.ops.indexer import IndexerTopKSpec, StoreIndexSpec
 from kimi_hal.ops.kda import KDASpec
 from kimi_hal.ops.sparse_mla import SparseMLASpec, StoreLatentSpec
 from kimi_hal.ops.spec import Limits
@@ -35,11 +35,11 @@ from kimi_hal_tpu import plugin
 from kimi_hal_tpu.pallas import custom_call
 from kimi_hal_tpu.pool import Pool, Step
 
-DSA, KDA, BLOCK, BLOCKS, TOPK = 2, 0, 64, 10, 48
+DSA, KDA, BLOCK, BLOCKS, TOPK = 2, 0, 64, 16, 48
 #: A prefix of two blocks, and what each request has behind it.
 PREFIX, FIRST, SECOND = 128, 32, 16
 HEADS, DIM = 2, 16
-LIMITS = Limits(max_rows=256, max_reqs=1, row_buckets=(SECOND, PREFIX, PREFIX + FIRST))
+LIMITS = Limits(max_rows=256, max_reqs=SECOND, row_buckets=(SECOND, PREFIX, PREFIX + FIRST))
 KDA_SPEC = KDASpec(num_heads=HEADS, head_dim=DIM, checkpoints=True)
 SELECT = IndexerTopKSpec(index=POW2, num_heads=4, topk=TOPK, ordered=True, return_selected=True)
 ATTEND = SparseMLASpec(num_heads=2, latent=FP8, page=BLOCK, topk=TOPK, index_space="position")
@@ -55,7 +55,7 @@ MODEL = (
 @pytest.fixture(autouse=True)
 def tpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with a TPU, as far as planning can see; torch-xla drives its CPU."""
-    seen = Probe(present=True, arch="tpu7x", devices=("TPU tpu7x",), facts={"libtpu": "0.0.21"})
+    seen = Probe(present=True, arch="v6e", devices=("TPU v6e",), facts={"libtpu": "0.0.21"})
     monkeypatch.setattr(plugin, "probe", lambda: seen)
     monkeypatch.setenv("KIMI_HAL_BACKEND", "tpu")
 
@@ -201,14 +201,17 @@ def test_a_step_of_the_dsa_layer_stays_in_the_trace() -> None:
     assert [name for name in metrics.counter_names() if name.startswith("aten::")] == []
 
 
-def test_a_pallas_kernel_reads_pages_that_were_taken_from_the_array(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pallas_kernels_advance_states_that_were_taken_from_the_array(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(custom_call, "on_tpu", lambda: True)
-    engine, tokens = Engine(), Tokens.random(SECOND, 5)
-    own = engine.pool.step(there([[3, 1, 4]]))
-    keys, (pages, _) = engine.pool.take("index", DSA, own), own.numbers("index")
-    none = there(torch.zeros(*tokens.weights.shape, 0, dtype=torch.uint8))
-    spec = IndexerSpec(index=POW2, num_heads=4)
-    plan = hal.plan("indexer_logits", spec, LIMITS, device="xla", implementation="tpu.pallas")
-    query = (there(tokens.query), none, there(tokens.weights))
-    scores = plan.run(*query, keys, pages, there([0] * SECOND), there([192] * SECOND))
-    assert "@tpu_custom_call" in xla_model.get_stablehlo([scores])
+    engine, rows = Engine(), Rows.random(KDA_SPEC, SECOND, 5)
+    own = engine.pool.step(there([[b] for b in range(SECOND)]))
+    state, layer = engine.pool.take("recurrent", KDA, own), engine.layer
+    plan = hal.plan("kda_decode", KDA_SPEC, LIMITS, device="xla", implementation="tpu.pallas")
+    assert layer.A_log is not None
+    assert layer.dt_bias is not None
+    gate = (there(rows.raw_g), there(rows.raw_beta), there(layer.A_log), there(layer.dt_bias))
+    plan.run(there(rows.q), there(rows.k), there(rows.v), *gate, state, own.table[:, 0].contiguous())
+    engine.pool.put("recurrent", KDA, own, state)
+    assert "@tpu_custom_call" in xla_model.get_stablehlo([engine.pool.blocks])

@@ -50,7 +50,10 @@ LIMITS: Mapping[str, dict[str, Domain]] = {"indexer_logits": ONE_ROW, "indexer_t
 ON_SPARSE_CORE = frozenset({"indexer_topk", "topk_select", "sparse_mla"})
 #: The simulator, compiling, and torch_tpu.
 JAX = {"jax": ">=0.10,<0.11"}
-#: torch-xla on a TPU: its own jax has kernels of TensorCore alone, its own libtpu compiles them.
+#: Operators whose kernels the libtpu of torch-xla compiles, and the generations that it knows. Its jax has nothing of
+#: SparseCore; its Mosaic copies whole tiles alone, which index scores and experts do not.
+BY_TORCH_XLA = frozenset({"kda_prefill", "kda_decode", "kda_verify", "kda_commit"})
+KNOWN_TO_TORCH_XLA = ("v5e", "v5p", "v6e")
 TORCH_XLA = {"torch_xla": ">=2.9,<2.10", "jax": ">=0.7.1,<0.8", "libtpu": ">=0.0.21,<0.0.22"}
 ROW = Properties(deterministic=True, batch_invariant=True)
 #: Operators that store checkpoints: what comes behind one is computed as if a call began there.
@@ -64,12 +67,13 @@ SOURCE = tuple(
 
 def _environments(operator: str) -> tuple[dict[str, str], ...]:
     """Return what each environment that can trace an operator's kernels has."""
-    return (JAX,) if operator in ON_SPARSE_CORE else (JAX, TORCH_XLA)
+    return (JAX, TORCH_XLA) if operator in BY_TORCH_XLA else (JAX,)
 
 
 def _capability(operator: str, requires: dict[str, str]) -> Capability:
+    own = SPARSE_CORES if operator in ON_SPARSE_CORE else TPUS
     return Capability(
-        arch=SPARSE_CORES if operator in ON_SPARSE_CORE else TPUS,
+        arch=KNOWN_TO_TORCH_XLA if requires is TORCH_XLA else own,
         spec=SPECS[operator],
         limits=LIMITS.get(operator, {}),
         properties=CONTINUED if operator in CHECKPOINTED else ROW,

@@ -163,5 +163,15 @@ def without_sparse_core(what: str) -> ToolMissingError:
     )
 
 
+def without_part_tiles(operator: str) -> ToolMissingError:
+    """Return the error of a kernel that copies parts of tiles, which torch-xla's libtpu does not compile."""
+    torch_xla = installed("torch_xla")
+    compiler = TRACED_BY[_series(torch_xla, 2)][1]
+    return ToolMissingError(
+        f"{operator}: tpu.pallas copies parts of tiles, which needs jax ≥ 0.10 and its libtpu; torch-xla {torch_xla} "
+        f"brings libtpu {compiler}. KIMI_HAL_OPS={operator}=tpu.xla takes the program that torch-xla traces"
+    )
+
+
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in _series(version, 3).split("."))

@@ -21,7 +21,7 @@ from kimi_hal.errors import PlanError
 from kimi_hal.ops.operator import Operator
 from kimi_hal_tpu import requirements
 from kimi_hal_tpu.pallas.operands import Program
-from kimi_hal_tpu.pallas_claims import ON_SPARSE_CORE
+from kimi_hal_tpu.pallas_claims import BY_TORCH_XLA, ON_SPARSE_CORE
 from kimi_hal_tpu.static import Machine, StaticCall, operator, place, refuse_dynamic
 
 #: What becomes of a program on a kind of device: its versions checked, then what runs it.
@@ -33,7 +33,7 @@ def build(ctx: BuildContext) -> Callable[..., Any]:
 
     Raises:
         ImportError: jax, or what drives the device, is not installed.
-        ToolMissingError: their versions do not belong together, or cannot program SparseCore.
+        ToolMissingError: their versions do not belong together, or cannot compile this operator's kernels.
         PlanError: torch-xla drives no TPU.
     """
     op = operator(ctx)
@@ -67,6 +67,8 @@ def in_torch_xla(ctx: BuildContext, op: Operator, name: str) -> Machine:
     requirements.check_custom_call()
     if op.name in ON_SPARSE_CORE:
         raise requirements.without_sparse_core(f"{op.name}: a part of tpu.pallas")
+    if op.name not in BY_TORCH_XLA:
+        raise requirements.without_part_tiles(op.name)
     from kimi_hal_tpu.pallas import custom_call
 
     if not custom_call.on_tpu():

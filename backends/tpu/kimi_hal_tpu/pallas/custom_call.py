@@ -57,8 +57,15 @@ def on_tpu() -> bool:
 
 
 def lowered(function: Callable[[list[Any]], list[Any]], tensors: list[Tensor]) -> Any:
-    """Return a function that jax lowered for a TPU, whatever devices it has itself."""
+    """Return a function that jax lowered for a TPU, whatever devices it has itself.
+
+    Lowered as for an export, since jax sees no libtpu by which to choose how new a Mosaic it writes: torch-xla's 0.0.21
+    reads version 7, as jax 0.7.1 exports, and refuses the 8 that it would write for a libtpu of its own day.
+    """
     import jax
+    from jax.interpreters import mlir
 
     arrays = [jax.ShapeDtypeStruct(tuple(t.shape), forms.name_of(t.dtype)) for t in tensors]
-    return jax.jit(function, keep_unused=True).trace(arrays).lower(lowering_platforms=("tpu",))
+    traced = jax.jit(function, keep_unused=True).trace(arrays)
+    export = mlir.LoweringParameters(for_export=True)
+    return traced.lower(lowering_platforms=("tpu",), _private_parameters=export)
