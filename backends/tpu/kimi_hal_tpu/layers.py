@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -95,11 +96,18 @@ def program(
         mesh: of ``layout.sizes``.
         parts: of ``"dsa"``.
     """
-    step = {"kda": kda, "dsa": dsa, "moe": moe}[layer]
+    steps: dict[str, Callable[..., dict[str, Array]]] = {
+        "kda": kda,
+        "dsa": partial(dsa, parts=parts),
+        "moe": moe,
+    }
     given = {name: operand.spec for name, operand in layout.operands(layer).items()}
-    body = (lambda a: dsa(layout, a, parts)) if layer == "dsa" else (lambda a: step(layout, a))
     sharded: Callable[[Given], dict[str, Array]] = jax.shard_map(
-        body, mesh=mesh, in_specs=(given,), out_specs=layout.results(layer), check_vma=False
+        partial(steps[layer], layout),
+        mesh=mesh,
+        in_specs=(given,),
+        out_specs=layout.results(layer),
+        check_vma=False,
     )
     return sharded
 
@@ -131,7 +139,7 @@ def kda(layout: Layout, a: Given) -> dict[str, Array]:
 def dsa(layout: Layout, a: Given, parts: Parts) -> dict[str, Array]:
     """Store a token, select over the context of all devices, attend to the own winners, and merge what comes back."""
     caches = _stored(layout, a)
-    mine = winners(layout, a | caches, parts)
+    mine = winners(layout, {**a, **caches}, parts)
     own = jnp.einsum("tm,mhd->thd", a["x"], a["q"])
     heads = jax.lax.all_gather(own, DCP, axis=1, tiled=True)
     out, lse = _attended(layout, heads, caches["latents"][_slots(layout, a["block_table"], mine)], mine)
