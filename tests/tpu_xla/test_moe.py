@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import pytest
 import torch
@@ -11,12 +10,8 @@ import torch
 pytest.importorskip("torch_xla", reason="needs the environment of `nox -s tpu_xla`")
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 
-import jax
-import jax.export
-import jax.numpy as jnp
 import torch_xla
 import torch_xla.debug.metrics as metrics
-from jax import ShapeDtypeStruct as Shape
 from torch import Tensor
 
 import kimi_hal as hal
@@ -25,9 +20,6 @@ from kimi_hal.ops.moe import MoESpec
 from kimi_hal.ops.spec import Limits
 from kimi_hal.reference import moe as reference
 from kimi_hal_tpu import expert_grid
-from kimi_hal_tpu.pallas import moe
-from kimi_hal_tpu.pallas.expert_blocks import Blocks
-from kimi_hal_tpu.pallas.mode import Mode
 from kimi_hal_tpu.xla import experts, loops
 
 SPEC = MoESpec(
@@ -111,17 +103,3 @@ def test_other_routes_share_a_compilation_and_give_the_references_sums(
         torch.testing.assert_close(found.double(), exact, rtol=0.02, atol=0.02)
         counts.append(compilations() - before)
     assert counts == [1, 0, 0]
-
-
-def test_the_pallas_kernel_is_traced_by_torch_xlas_own_jax() -> None:
-    spec = MoESpec(num_local=28)
-    blocks = (Shape(shape, jnp.uint8) for shape in Blocks.of(spec).shapes(28))
-    routes = (Shape((64, 16), jnp.float32), Shape((64, 16), jnp.int32))
-
-    def program(x: Any, factors: Any, ids: Any, *prepared: Any) -> Any:
-        given = {"x": x, "topk_weights": factors, "topk_ids": ids, "weights": prepared}
-        return moe.moe_experts(spec, given, Mode(float4=True))
-
-    exported = jax.export.export(jax.jit(program), platforms=["tpu"])
-    module = exported(Shape((64, 3584), jnp.bfloat16), *routes, *blocks).mlir_module()
-    assert module.count("@tpu_custom_call") == 1

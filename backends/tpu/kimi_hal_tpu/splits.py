@@ -30,11 +30,15 @@ TENSOR_CORE = {
     "kda_decode": "finishes gates and advances states",
     "kda_verify": "convolves, finishes gates and reads what states become",
     "kda_commit": "finishes gates and advances states by the accepted rows",
+    "moe_experts": "decodes the weights, multiplies and adds up",
 }
+#: What XLA does where it is more than that.
+FIRST = {"moe_experts": "sorts routes into tiles of one expert, and lays rows out"}
 
 
 def pallas(operator: str) -> tuple[Split, ...]:
     """Return the split of an operator's Pallas kernels on every generation that runs them."""
     if operator in SHARED:
         return (Split(SPARSE_CORES, SHARED[operator]),)
-    return (Split(TPUS, {"TensorCore": TENSOR_CORE.get(operator, "does all of it"), "XLA": AROUND}),)
+    parts = {"TensorCore": TENSOR_CORE.get(operator, "does all of it"), "XLA": FIRST.get(operator, AROUND)}
+    return (Split(TPUS, parts),)

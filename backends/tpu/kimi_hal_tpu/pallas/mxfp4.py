@@ -14,8 +14,6 @@ from kimi_hal_tpu.pallas.mode import Array
 #: Elements that share a scale.
 GROUP = 32
 NAN = 0x7FC00000
-#: Whether this jax converts float4 in a kernel: torch-xla's own does not, and its TPU7x decodes as the others do.
-FLOAT4 = jax.__version_info__ >= (0, 10)
 
 
 def decode(data: Array, scale: Array, float4: bool) -> Array:
@@ -26,8 +24,7 @@ def decode(data: Array, scale: Array, float4: bool) -> Array:
         scale: ``[K / 32, N]`` float32.
         float4: whether the chip has the type; the bits are the same with and without it.
     """
-    native = float4 and FLOAT4
-    codes = pltpu.bitcast(data, jnp.float4_e2m1fn).astype(jnp.bfloat16) if native else elements(data)
+    codes = pltpu.bitcast(data, jnp.float4_e2m1fn).astype(jnp.bfloat16) if float4 else elements(data)
     groups, columns = scale.shape
     spread = jnp.broadcast_to(scale[:, None, :], (groups, GROUP, columns)).reshape(groups * GROUP, columns)
     return codes * spread.astype(jnp.bfloat16)
