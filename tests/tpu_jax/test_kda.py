@@ -289,7 +289,8 @@ def test_a_decay_that_is_missing_at_the_edge_of_a_chunk_would_be_seen(
 
 
 def test_a_product_of_rounded_numbers_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "PAIRS", chunks.PAIRS[-1:])
+    monkeypatch.setattr(chunks, "TERMS", 1)
+    monkeypatch.setattr(chunks, "MET", (1,))
     with pytest.raises(AssertionError):
         check_chunk("that keep everything", repeated=False, traced=jax.jit(lambda *a: one_chunk(*a)))
 

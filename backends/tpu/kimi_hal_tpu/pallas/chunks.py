@@ -38,8 +38,9 @@ HEADS = 4
 READ, ZERO, SAME = range(3)
 #: A log decay below this is nothing in float32; −inf times 0 would be NaN.
 NOTHING = -1e4
-#: Terms of two split numbers whose products count, the smallest first: 24 bits.
-PAIRS = ((0, 2), (2, 0), (1, 1), (0, 1), (1, 0), (0, 0))
+#: bfloat16 terms of a float32 number, and how many of the one factor's meet each of the other's, the smallest first:
+#: what is left out is below 24 bits.
+TERMS, MET = 3, (1, 2, 3)
 #: Dimensions of two factors over which products are summed.
 Contracted = tuple[tuple[int, ...], tuple[int, ...]]
 ROWS_BY_ROWS, COLUMNS_BY_ROWS, COLUMNS_BY_COLUMNS = ((1,), (1,)), ((1,), (0,)), ((0,), (0,))
@@ -226,7 +227,7 @@ def within(q: Array, k: Array, beta: Array, decays: Array) -> tuple[Array, Array
 def terms(x: Array) -> list[Array]:
     """Split float32 numbers into three of bfloat16 whose sum they are."""
     found = []
-    for _ in range(3):
+    for _ in range(TERMS):
         part = x.astype(jnp.bfloat16)
         x = x - part.astype(jnp.float32)
         found.append(part)
@@ -234,19 +235,24 @@ def terms(x: Array) -> list[Array]:
 
 
 def product(a: Array, b: Array, contracted: Contracted) -> Array:
-    """Multiply float32 matrices in six products of bfloat16 ones: no term above 2^−24 of them is left out."""
+    """Multiply float32 matrices in six products of bfloat16 ones: no term above 2^−24 of them is left out.
+
+    Terms of ``a`` that meet the same term of ``b`` are one product: the MXU is loaded with it once.
+    """
     left, right = terms(a), terms(b)
-    return _summed([(left[i], right[j]) for i, j in PAIRS], contracted)
+    free = 1 - contracted[0][0]
+    size = a.shape[free]
+    found = []
+    for j, met in zip(reversed(range(TERMS)), MET, strict=True):
+        made = _dot(jnp.concatenate(left[:met], axis=free), right[j], contracted)
+        found += [made[i * size : (i + 1) * size] for i in reversed(range(met))]
+    return functools.reduce(jnp.add, found)
 
 
 def exact_left(a: Array, b: Array) -> Array:
-    """Multiply a bfloat16 matrix of small integers with a float32 one, which is split into three terms."""
-    return _summed([(a, part) for part in reversed(terms(b))], COLUMNS_BY_ROWS)
+    """Multiply a bfloat16 matrix of small integers with a float32 one, which is split into its terms."""
+    return functools.reduce(jnp.add, [_dot(a, part, COLUMNS_BY_ROWS) for part in reversed(terms(b))])
 
 
-def _summed(pairs: Sequence[tuple[Array, Array]], contracted: Contracted) -> Array:
-    found = [
-        jax.lax.dot_general(a, b, (contracted, ((), ())), preferred_element_type=jnp.float32)
-        for a, b in pairs
-    ]
-    return functools.reduce(jnp.add, found)
+def _dot(a: Array, b: Array, contracted: Contracted) -> Array:
+    return jax.lax.dot_general(a, b, (contracted, ((), ())), preferred_element_type=jnp.float32)
