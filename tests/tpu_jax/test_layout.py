@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("jax", reason="needs the environment of `nox -s tpu_jax`")
 
@@ -17,8 +19,12 @@ from jax.sharding import PartitionSpec as P
 
 from kimi_hal.errors import SelectionError, SpecError
 from kimi_hal.model import K3_1_PRO
+from kimi_hal.ops.composites import MoELayerSpec
+from kimi_hal.ops.kda import KDASpec
+from kimi_hal.ops.moe import MoESpec, RouteSpec
 from kimi_hal.ops.spec import DCP
 from kimi_hal.parallel import ownership
+from kimi_hal.reference import composites
 from kimi_hal_tpu import collectives, layers
 from kimi_hal_tpu.layout import Layout
 from kimi_hal_tpu.pallas import aot
@@ -99,6 +105,7 @@ def placed(layout: Layout, layer: str) -> dict[str, jax.Array]:
     return found
 
 
+@functools.cache
 def step(layout: Layout, layer: str) -> dict[str, np.ndarray[Any, Any]]:
     """Run a layer; caches come back in order of tokens."""
     program = jax.jit(layers.program(layer, layout, mesh_of(layout)))
@@ -114,6 +121,70 @@ def test_eight_devices_give_what_one_gives(layer: str) -> None:
     for name, expected in one.items():
         size = np.abs(expected).max()
         np.testing.assert_allclose(many[name], expected, rtol=0.02, atol=0.02 * size, err_msg=name)
+
+
+# --- one device gives what the reference gives ------------------------------------------------------------------
+
+
+def whole(layer: str) -> dict[str, torch.Tensor]:
+    """Return one device's operands as they are rounded there, caches in order of tokens."""
+    found = {}
+    for name, array in placed(ONE, layer).items():
+        wide = array.astype(jnp.float32) if array.dtype in (jnp.bfloat16, jnp.float8_e4m3fn) else array
+        line = torch.from_numpy(np.array(wide))
+        found[name] = line[torch.from_numpy(slots(ONE)).long()] if name in CACHES else line
+    return found
+
+
+def close(found: np.ndarray[Any, Any], expected: torch.Tensor) -> None:
+    size = float(expected.abs().max())
+    np.testing.assert_allclose(found, expected.float().numpy(), rtol=0.02, atol=0.02 * size)
+
+
+def test_the_experts_layer_is_the_references() -> None:
+    a, experts = whole("moe"), MoESpec(num_experts=16, num_local=16, topk=4, hidden=64, intermediate=32)
+    route = RouteSpec(num_experts=16, topk=4)
+    spec = MoELayerSpec(route=route, experts=experts, model_dim=64, shared_intermediate=32)
+    shared = torch.cat((a["shared_w1"].T, a["shared_w3"].T))
+    weights = [a["gate"].T, a["bias"], a["down"].T, a["up"].T, a["norm"], shared, a["shared_w2"].T]
+    weights += [a[name] for name in ("w13", "w13_scale", "w2", "w2_scale")]
+    close(step(ONE, "moe")["y"], composites.moe_layer(spec, a["x"], weights))
+
+
+def test_the_kda_layer_is_the_references() -> None:
+    a, spec = whole("kda"), KDASpec(num_heads=16, head_dim=16, scale=0.25)
+    rows = torch.einsum("tm,mhcd->tchd", a["x"], a["qkv"])
+    weight = a["conv"].permute(2, 1, 3, 0).reshape(-1, 4)
+    conv_state = a["conv_state"].permute(0, 2, 3, 1, 4).reshape(4, 3, -1).contiguous()
+    weights = [weight, a["A_log"], a["dt_bias"].flatten(), a["norm"]]
+    beta, state = a["x"] @ a["beta"], a["state"].clone()
+    o = composites.kda_layer_decode(
+        spec, rows[:, :3].flatten(1), rows[:, 3], beta, rows[:, 4], weights, conv_state, state, a["state_ids"]
+    )
+    found = step(ONE, "kda")
+    close(found["y"], torch.einsum("thd,hdm->tm", o, a["out"]))
+    close(found["state"], state)
+    close(found["conv_state"], conv_state.view(4, 3, 3, 16, 16).permute(0, 3, 1, 2, 4))
+
+
+def test_the_attention_layer_attends_to_the_best_keys_of_the_whole_context() -> None:
+    """Densely: every key is scored and every other one is masked."""
+    a, found = whole("dsa"), step(ONE, "dsa")
+    keys, scale, latents = (torch.from_numpy(found[name]) for name in ("index", "index_scale", "latents"))
+    row = torch.arange(4)
+    close(found["latents"][row, a["row_len"] - 1], a["x"] @ a["kv"])
+    close((keys * scale[..., None])[row, a["row_len"] - 1].numpy(), a["x"] @ a["index_k"])
+    q = torch.einsum("tm,mhd->thd", a["x"], a["index_q"]).bfloat16().to(torch.float8_e4m3fn).float()
+    dots = torch.einsum("thd,tld->thl", q, keys).relu()
+    scores = torch.einsum("thl,th->tl", dots, (a["x"] @ a["index_w"]).bfloat16().float()) * scale
+    scores = scores.masked_fill(torch.arange(ONE.context) >= a["row_len"][:, None], -torch.inf)
+    best = scores.topk(SMALL.topk).indices
+    kept = torch.zeros_like(scores, dtype=torch.bool).scatter(1, best, True) & scores.isfinite()
+    logits = torch.einsum("tm,mhd,tld->thl", a["x"], a["q"], latents) * SMALL.softmax_scale
+    weights = logits.masked_fill(~kept[:, None], -torch.inf).softmax(-1)
+    out = torch.einsum("thl,tlc->thc", weights, latents[..., : SMALL.kv_rank])
+    y = torch.einsum("thc,hcv,hvm->tm", out, a["value"], a["out"])
+    close(found["y"], y)
 
 
 def selected(layout: Layout) -> list[list[int]]:
