@@ -1,7 +1,7 @@
 """How long the schedule is that libtpu makes of the KDA kernels for a TPU7x: instruction bundles, and what fills them.
 
-Needs the environment of ``nox -s tpu_jax``. A bundle takes a cycle at least. A loop's body counts once: for decode, verify
-and commit that is one row of 12 heads; a step of a prefill is one chunk of four heads. Nothing is run.
+Needs the environment of ``nox -s tpu_jax``. A bundle takes a cycle at least. A loop's body counts once: for decode,
+verify and commit it is a row of 12 heads; a step of a prefill is one chunk of four heads. Nothing is run.
 """
 
 from __future__ import annotations
