@@ -39,7 +39,14 @@ SPARE = 8 << 20
 
 
 def topk_merge(
-    spec: TopKMergeSpec, scores: Array, indices: Array, row_len: Array, axis: str, mode: Mode
+    spec: TopKMergeSpec,
+    scores: Array,
+    indices: Array,
+    row_len: Array,
+    axis: str,
+    mode: Mode,
+    *,
+    barrier: int = MERGE,
 ) -> tuple[Array, Array, Array]:
     """Return what the operator ``topk_merge`` returns, on every device of a mesh axis; rank r is device r of it.
 
@@ -50,6 +57,7 @@ def topk_merge(
         row_len: ``[T]`` int32 global lengths.
         axis: of the mesh whose program this is part of.
         mode: compiled or interpreted.
+        barrier: its number; in a program with rings along several axes each has its own.
 
     Returns:
         local ``[T, k]``, local_len ``[T]``, global ``[T, k]`` or ``[T, 0]``, all int32.
@@ -73,7 +81,7 @@ def topk_merge(
         return _results(spec, local, everyones)
     index = _live(indices, local_length(row_len, dcp, rank))
     planes = candidates(scores, index, dcp, rank)
-    won = merge(ring, planes, spec, mode)[:, : index.shape[0], : spec.topk]
+    won = merge(ring, planes, spec, mode, barrier)[:, : index.shape[0], : spec.topk]
     mine = won[rank] if spec.return_global else won[0]
     local = ascending(jnp.where(mine >= 0, index, -1))
     side_by_side = jnp.swapaxes(won, 0, 1).reshape(index.shape[0], -1)
@@ -117,7 +125,7 @@ def _live(index: Array, bound: Array) -> Array:
     return jnp.where((index >= 0) & (index < bound[:, None]), index, -1)
 
 
-def merge(ring: Ring, planes: Array, spec: TopKMergeSpec, mode: Mode) -> Array:
+def merge(ring: Ring, planes: Array, spec: TopKMergeSpec, mode: Mode, barrier: int = MERGE) -> Array:
     """Return the positions of the winners in the place of the candidates that won, −1 elsewhere.
 
     Args:
@@ -125,6 +133,7 @@ def merge(ring: Ring, planes: Array, spec: TopKMergeSpec, mode: Mode) -> Array:
         planes: ``[2, T', k']`` as ``candidates`` gives them; T' a multiple of 8, k' of 128.
         spec: how many win, and whether everyone's winners are wanted.
         mode: compiled or interpreted.
+        barrier: its number.
 
     Returns:
         ``[W, T', k']`` int32, a plane a rank; ``[1, T', k']``, this rank's, without ``return_global``.
@@ -149,7 +158,7 @@ def merge(ring: Ring, planes: Array, spec: TopKMergeSpec, mode: Mode) -> Array:
             pltpu.SemaphoreType.REGULAR((2,)),
         ],
         compiler_params=pltpu.CompilerParams(
-            collective_id=MERGE,
+            collective_id=barrier,
             has_side_effects=True,
             dimension_semantics=("arbitrary",),
             vmem_limit_bytes=held + SPARE,

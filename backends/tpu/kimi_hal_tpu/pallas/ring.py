@@ -22,7 +22,7 @@ from kimi_hal.errors import ContractError, GroupError
 from kimi_hal.ops.all_gather import GatherSpec, gathered_rows, total_problem
 from kimi_hal_tpu.pallas.mode import Array, Mode, Ref
 
-#: Numbers of the barriers of kernels that meet other devices: no two such kernels share one.
+#: Numbers of the barriers of kernels that meet other devices: no two that meet others share one.
 GATHER, MERGE = 0, 1
 #: Integers of as many bytes: bytes are moved, never numbers.
 WORDS: Mapping[int, Any] = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
@@ -106,7 +106,9 @@ def ring_of(axis: str, world: int) -> Ring:
     return Ring(axis, world)
 
 
-def all_gather(spec: GatherSpec, x: Array, axis: str, mode: Mode, *, total: int | None = None) -> Array:
+def all_gather(
+    spec: GatherSpec, x: Array, axis: str, mode: Mode, *, total: int | None = None, barrier: int = GATHER
+) -> Array:
     """Return what the operator ``all_gather`` returns, on every device of a mesh axis; rank r is device r of it.
 
     Args:
@@ -115,6 +117,7 @@ def all_gather(spec: GatherSpec, x: Array, axis: str, mode: Mode, *, total: int 
         axis: of the mesh whose program this is part of.
         mode: compiled or interpreted.
         total: as the operator takes it.
+        barrier: its number; in a program with rings along several axes each has its own.
 
     Raises:
         ContractError: ``total`` does not fit.
@@ -124,14 +127,12 @@ def all_gather(spec: GatherSpec, x: Array, axis: str, mode: Mode, *, total: int 
         raise ContractError("all_gather", [problem])
     ring = ring_of(axis, spec.dcp.world)
     shape = _shape(spec, x, total)
-    if ring.world == 1 or not x.size:
-        whole = jnp.broadcast_to(x[None], (ring.world, *x.shape))  # of one rank, or of nothing: in any order
-        return (
-            whole.reshape(shape)
-            if total is None
-            else whole.reshape(x.shape[0] * ring.world, *shape[1:])[:total]
-        )
-    landed = _as(gather_runs(ring, _runs(spec, as_words(x)), mode), x.dtype)
+    if ring.world == 1 or not x.size:  # of one rank, or of nothing: in any order
+        rows = jnp.broadcast_to(x[None], (ring.world, *x.shape))
+        if spec.layout == "token_order":
+            rows = rows.reshape(ring.world * x.shape[0], *x.shape[1:])[: shape[0]]
+        return rows.reshape(shape)
+    landed = _as(gather_runs(ring, _runs(spec, as_words(x)), mode, barrier), x.dtype)
     if spec.layout != "token_order":
         return landed.reshape(shape)
     return landed.reshape(-1, *shape[1:])[: shape[0]]
@@ -172,7 +173,7 @@ def _as(words: Array, dtype: Any) -> Array:
     return words.astype(dtype) if dtype == jnp.bool_ else jax.lax.bitcast_convert_type(words, dtype)
 
 
-def gather_runs(ring: Ring, runs: Array, mode: Mode) -> Array:
+def gather_runs(ring: Ring, runs: Array, mode: Mode, barrier: int = GATHER) -> Array:
     """Return ``[n, W, I, d]`` of the ranks' ``[n, I, d]``."""
     count, *run = runs.shape
     hbm = pl.BlockSpec(memory_space=pl.ANY)
@@ -186,7 +187,7 @@ def gather_runs(ring: Ring, runs: Array, mode: Mode) -> Array:
             pltpu.SemaphoreType.DMA((ring.copies,)),
             pltpu.SemaphoreType.DMA((ring.copies,)),
         ],
-        compiler_params=pltpu.CompilerParams(collective_id=GATHER, has_side_effects=True),
+        compiler_params=pltpu.CompilerParams(collective_id=barrier, has_side_effects=True),
         interpret=mode.interpret,
         name="ring_all_gather",
     )(runs)
