@@ -76,6 +76,7 @@ def of_ranks(spec: Any, body: Callable[..., Any]) -> list[Any]:
         (3, "last_dim", (2, 5, 16), "int32", 1, None),
         (2, "rank_major", (9,), "float32", 1, None),
         (4, "token_order", (4, 0), "float32", 2, None),
+        (1, "token_order", (5, 16), "float32", 1, 4),
     ],
 )
 def test_the_ring_gathers_the_bits_of_every_layout_without_a_race(
