@@ -13,6 +13,7 @@ from kimi_hal.dispatch.contract import Properties
 from kimi_hal.dispatch.hookspecs import DeviceHooks
 from kimi_hal.dispatch.plan import Plan, plan
 from kimi_hal.ops.operator import OutputShape, output_shapes, torch_dtype
+from kimi_hal_conformance.apart import apart
 from kimi_hal_conformance.forms import FormError, problems, results_of
 from kimi_hal_conformance.oracle import Answer, Question, buffers
 from kimi_hal_conformance.poison import Room, poison
@@ -74,7 +75,7 @@ def invoke(stage: Stage, found: Plan, placed: Mapping[str, Any]) -> Called:
     """Call a plan on placed operands; workspace and step hold NaN bytes before."""
     op, room = found.operator, stage.room
     shapes = output_shapes(op, found.spec, found.limits, placed)
-    outs = {s.keyword: room.output(s.keyword, tuple(s.shape), s.dtype) for s in shapes} if stage.given else {}
+    outs = given_buffers(room, found, shapes) if stage.given else {}
     if not (stage.given or room.sparse):
         spoil(shapes, stage.subject.device)
     results = found.run(**placed, **outs, **scratch(stage, found, placed))
@@ -91,6 +92,15 @@ def invoke(stage: Stage, found: Plan, placed: Mapping[str, Any]) -> Called:
     mutated = {n: stage.room.as_given(t) for n, t in buffers(op.mutated, placed).items()}
     held = {} if stage.given else named
     return Called(Answer(_on_host(named), _on_host(mutated)), (), declared(found), found.properties, held)
+
+
+def given_buffers(room: Room, found: Plan, shapes: Sequence[OutputShape]) -> dict[str, Tensor]:
+    """Return buffers for the outputs, with gaps between rows wherever the contract and the kernel admit them."""
+    needs = found.choice.capability.tensors
+    return {
+        s.keyword: room.output(s.keyword, tuple(s.shape), s.dtype, apart(s, needs.get(s.keyword)))
+        for s in shapes
+    }
 
 
 def spoil(shapes: Sequence[OutputShape], device: str) -> None:
@@ -126,4 +136,4 @@ def scratch(stage: Stage, found: Plan, placed: Mapping[str, Any]) -> dict[str, T
 
 
 def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.cpu() for name, tensor in tensors.items()}
+    return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}

@@ -5,6 +5,7 @@ Outputs are filled before the call, so that an element that nobody wrote shows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -58,11 +59,23 @@ class Room:
         self.originals[name] = value.clone()
         return placed
 
-    def output(self, name: str, shape: tuple[int, ...], dtype: str) -> Tensor:
-        """Return an output buffer between canaries, full of what no result is."""
+    def output(
+        self, name: str, shape: tuple[int, ...], dtype: str, strides: tuple[int, ...] | None = None
+    ) -> Tensor:
+        """Return an output buffer between canaries, full of what no result is.
+
+        Args:
+            name: of the output.
+            shape: of it.
+            dtype: of it.
+            strides: in elements; what they leave out between rows are canaries too. ``None``: it is contiguous.
+        """
         if name in self.sparse:
             return self._output_far(name, shape, dtype)
-        buffer: Tensor = self.device.empty(shape, dtype, guard=GUARD)
+        if strides is None or not math.prod(shape):
+            buffer: Tensor = self.device.empty(shape, dtype, guard=GUARD)
+        else:
+            buffer = self._strided(shape, strides, dtype)
         return poison(self._keep(name, buffer))
 
     def scratch(self, name: str, size: int) -> Tensor:
@@ -127,22 +140,19 @@ class Room:
 
     def _place(self, value: Tensor) -> Tensor:
         """Give a strided operand its own storage; the gaps between its rows are canaries too."""
-        reach = (
-            1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
-            if value.numel()
-            else 0
-        )
         dtype, past = str(value.dtype).removeprefix("torch."), getattr(value, SHIFT, 0)
+        if not value.numel():
+            empty: Tensor = self.device.empty((past,), dtype, guard=GUARD)
+            return empty[:0].view(value.shape)
+        return self._strided(tuple(value.shape), value.stride(), dtype, past).copy_(value)
+
+    def _strided(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str, past: int = 0) -> Tensor:
+        """Return a buffer that has elements, canaries in every gap, ``past`` elements behind an aligned address."""
+        reach = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
         flat: Tensor = self.device.empty((past + reach,), dtype, guard=GUARD)
-        if reach:
-            flat.view(torch.uint8).fill_(CANARY)
-            flat = flat[past:]
-        placed = (
-            flat.as_strided(value.shape, value.stride(), flat.storage_offset())
-            if reach
-            else flat[:0].view(value.shape)
-        )
-        return placed.copy_(value)
+        flat.view(torch.uint8).fill_(CANARY)
+        flat = flat[past:]
+        return flat.as_strided(shape, strides, flat.storage_offset())
 
     def problems(self, mutated: tuple[str, ...]) -> Iterator[str]:
         """Yield every canary that changed and every operand that the contract does not let a call change."""
@@ -167,7 +177,7 @@ def kind(buffer: Tensor) -> tuple[object, ...]:
 
 
 def poison(buffer: Tensor) -> Tensor:
-    """Fill a contiguous output with what no result is, and return it."""
+    """Fill an output, whose innermost stride is 1, with what no result is, and return it."""
     if buffer.numel():
         buffer.view(torch.uint8).fill_(FILL if buffer.is_floating_point() else FILL_INTEGER)
     return buffer

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from kimi_hal.dispatch.contract import TensorCap
 from kimi_hal.dispatch.device import HostDevice
+from kimi_hal.ops.operator import OutputShape
+from kimi_hal_conformance.apart import apart
 from kimi_hal_conformance.draws import strided
 from kimi_hal_conformance.poison import GUARD, Room
 
@@ -77,3 +80,20 @@ def test_nan_and_minus_zero_are_bits_like_others() -> None:
 def test_the_guard_is_as_wide_as_promised() -> None:
     out = Room(HostDevice()).output("out", (1,), "uint8")
     assert out.storage_offset() >= GUARD
+
+
+def test_a_write_between_the_rows_of_an_output_is_found() -> None:
+    room = Room(HostDevice())
+    out = room.output("out", (3, 2, 5), "float32", apart(OutputShape("out", (3, 2, 5)), None))
+    assert out.stride() == (22, 9, 1)
+    assert out.isnan().all()
+    assert list(room.problems(())) == []
+    torch.as_strided(out, (1,), (1,), out.storage_offset() + 5).fill_(9.0)
+    assert list(room.problems(())) == ["memory around out was written"]
+
+
+def test_gaps_stand_where_a_kernel_admits_them_and_keep_its_alignment() -> None:
+    shape = OutputShape("out", (3, 2, 5), "bfloat16")
+    assert apart(shape, TensorCap(align=16)) == (40, 16, 1)
+    assert apart(shape, TensorCap(align=2, contiguous=("heads",))) == (11, 5, 1)
+    assert apart(shape, TensorCap(contiguous=("all",))) == (10, 5, 1)

@@ -10,7 +10,7 @@ from typing import Any
 from kimi_hal import ops
 from kimi_hal.dispatch.contract import Properties
 from kimi_hal_conformance.calls import Called, Subject
-from kimi_hal_conformance.case import Case, drawn, generator
+from kimi_hal_conformance.case import Case, Checkpoint, Operands, drawn, generator
 from kimi_hal_conformance.judges import OPAQUE
 from kimi_hal_conformance.judging import objections
 from kimi_hal_conformance.oracle import Question
@@ -60,13 +60,27 @@ class Ground:
         return call(self.question, self.subject, given=True)
 
     @cached_property
+    def later(self) -> Operands:
+        """Return operands that are drawn from another seed, weights among them."""
+        return self.case.make(generator(self.case, self.seed + 1))
+
+    @cached_property
+    def again(self) -> Question:
+        """Return the same call of new data, its rows in their places: of another seed where it has the same shapes."""
+        new = variants.with_weights_of(self.operands, self.later)
+        new = variants.rescaled(self.operands, new if variants.alike(self.operands, new) else self.operands)
+        return with_operands(self.question, new)
+
+    @cached_property
     def other(self) -> Question:
-        """Return the same call of new data: drawn from another seed where it has the same shapes, last row first."""
-        later = self.case.make(generator(self.case, self.seed + 1))
-        new = variants.with_weights_of(self.operands, later)
-        return self.turned(
-            with_operands(self.question, new if variants.alike(self.operands, new) else self.operands)
-        )
+        """Return the same call of new data, last row first."""
+        return self.turned(self.again)
+
+    @cached_property
+    def of_another_layer(self) -> Question | None:
+        """Return the same call with other weights, as a layer makes it that shares the plan; ``None`` without any."""
+        weights = {n: new for n, new in self.later.items() if isinstance(new, Checkpoint)}
+        return with_operands(self.question, {**self.operands, **weights}) if weights else None
 
     @property
     def divisible(self) -> bool:

@@ -23,11 +23,13 @@ class SharedRoom(Room):
 
     shared: Out
 
-    def output(self, name: str, shape: tuple[int, ...], dtype: str) -> Tensor:
+    def output(
+        self, name: str, shape: tuple[int, ...], dtype: str, strides: tuple[int, ...] | None = None
+    ) -> Tensor:
         """Return the operand's first part, or a buffer of the output's own."""
         if name == self.shared.keyword:
             return self.buffers[self.shared.alias][0]
-        return super().output(name, shape, dtype)
+        return super().output(name, shape, dtype, strides)
 
 
 def sharing(ground: Ground) -> list[Out]:

@@ -11,18 +11,21 @@ from kimi_hal_conformance.rig import OnePlan, Rig
 
 
 def rounds(ground: Ground) -> list[tuple[Question, Question]]:
-    """Return calls of sizes A, B, A, B, each with the call that sets its addresses; A alone where it has no half."""
+    """Return calls of sizes A, B, A, B, A, each with the call that sets its addresses; A alone where it has no half.
+
+    Of the later ones the first has its rows in another order; the last has all but the data of the very first call.
+    """
     first, other = ground.question, ground.other
     if not ground.divisible:
         return [(first, first), (first, other)]
     half = ground.half(first)
     later = ground.half(other)
     later = later if variants.alike(half.operands, later.operands) else half
-    return [(first, first), (half, half), (first, other), (half, later)]
+    return [(first, first), (half, half), (first, other), (half, later), (first, ground.again)]
 
 
 def purity(ground: Ground) -> Iterator[str]:
-    """One plan, the same addresses, new data, sizes A, B, A, B: no call may know of another."""
+    """One plan, the same addresses, new data, sizes A, B, A, B, A, then another layer: no call may know of another."""
     plan, rigs = OnePlan.of(ground.subject), {}
     for number, (shape, question) in enumerate(rounds(ground), 1):
         if id(shape) not in rigs:
@@ -30,4 +33,9 @@ def purity(ground: Ground) -> Iterator[str]:
         found = rigs[id(shape)].answer(question)
         yield from ground.differs(
             question, found, f"call {number} of one plan, new data at the same addresses"
+        )
+    layer = ground.of_another_layer
+    if layer is not None:
+        yield from ground.differs(
+            layer, Rig(layer, plan).answer(layer), "another layer's weights by one plan"
         )

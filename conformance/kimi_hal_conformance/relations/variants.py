@@ -126,6 +126,18 @@ def with_weights_of(first: Operands, other: Operands) -> dict[str, Any]:
     return {n: first[n] if isinstance(value, Checkpoint) else value for n, value in other.items()}
 
 
+def rescaled(first: Operands, other: Operands) -> dict[str, Any]:
+    """Return other operands with half of each scale that is one number, where no seed changes it."""
+    return {
+        name: value / 2 if _is_scale(value) and torch.equal(value, first[name]) else value
+        for name, value in other.items()
+    }
+
+
+def _is_scale(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1 and value.dtype == torch.float32
+
+
 def _along(tensor: Tensor, dim: int, numbers: Sequence[int]) -> Tensor:
     """Return a run of rows as a view, whose strides are the call's own; others in new memory."""
     if list(numbers) == list(range(numbers[0], numbers[0] + len(numbers))) if numbers else False:

@@ -1,4 +1,4 @@
-"""Mutants whose every call is right, and whose results do not last."""
+"""Mutants whose first call is right: what they return, keep or are given is taken for what it was then."""
 
 from __future__ import annotations
 
@@ -18,6 +18,39 @@ add(
             imitates="https://github.com/flashinfer-ai/flashinfer/pull/3118",
             passes="flashinfer-bench",
             operators=("kda_decode", "sparse_mla", "moe_experts", "all_gather"),
+        ),
+        Mutant(
+            id="out_rows_taken_as_dense",
+            file="reference/backend.py",
+            old="        buffer.copy_(value)",
+            new="        buffer.as_strided(buffer.shape, value.new_empty(buffer.shape).stride()).copy_(value)",
+            breaks="The rows of a caller's buffer are written one behind the other, whatever its strides are.",
+            imitates="https://github.com/NVIDIA/cutlass/issues/1323",
+            passes="flashinfer-bench",
+            operators=(
+                "all_gather",
+                "dsa_decode",
+                "indexer_topk",
+                "kda_decode",
+                "kda_prefill",
+                "merge_attn_states",
+                "moe_experts",
+                "sparse_mla",
+                "topk_select",
+            ),
+        ),
+        Mutant(
+            id="weights_of_the_first_layer_kept",
+            file="reference/backend.py",
+            old="operands = {name: given[name] for name in (*self.inputs, *self.written)}",
+            new=(
+                "operands = {name: self.__dict__.setdefault(name, given[name]) if name == 'weights' else "
+                "given[name] for name in (*self.inputs, *self.written)}"
+            ),
+            breaks="A plan that layers share goes on with the weights of its first call.",
+            imitates="https://github.com/sgl-project/sglang/pull/29916",
+            passes="flashinfer-bench",
+            operators=("kda_layer_decode", "moe_experts"),
         ),
     )
 )
