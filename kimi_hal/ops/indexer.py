@@ -254,9 +254,9 @@ def store_index_keys(k: Tensor, slots: Tensor, cache: Tensor) -> None:
         cache: ``[pages, page_bytes]`` uint8 in ``Spec.index``, written in place; ``stride(0)`` is free.
 
     Edge rules: slot 0 is an ordinary slot. No byte outside the named slots changes. A slot at or beyond
-    ``pages * 64`` writes nothing. Two live rows with one slot: either may win; an error in checked mode
-    unless the slot is ``Spec.dump_slot`` (an engine that pads with slot 0 owns that slot and never reads it).
-    T = 0 is legal.
+    ``pages * 64`` writes nothing. Two live rows with one slot: each of its bytes is of either; an error in
+    checked mode unless the slot is ``Spec.dump_slot`` (an engine that pads with slot 0 owns that slot and never
+    reads it). T = 0 is legal.
 
     Source: vLLM ``indexer_k_quant_and_cache``; byte layouts in ``docs/formats.md``; rule 6 of
     ``docs/contract.md``.

@@ -158,8 +158,8 @@ def store_latent(
         k_scale: ``[1]`` float32 dequantisation factor, required by ``latent.fp8.*.tensor``, else refused.
 
     Edge rules: slot 0 is an ordinary slot. No byte outside the named slots changes. A slot at or beyond
-    ``pages * P`` writes nothing. Two live rows with one slot: either may win; an error in checked mode
-    unless the slot is ``Spec.dump_slot``.
+    ``pages * P`` writes nothing. Two live rows with one slot: each of its bytes is of either; an error in
+    checked mode unless the slot is ``Spec.dump_slot``.
 
     Source: HF ``KimiK3GatedMLA``; vLLM ``concat_and_cache_mla``; byte layouts in ``docs/formats.md``.
     """

@@ -22,6 +22,7 @@ THROUGHOUT = (
     "lengths",
     "ties",
     "amplified",
+    "block_scales",
 )
 
 

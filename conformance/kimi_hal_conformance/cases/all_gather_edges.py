@@ -34,8 +34,31 @@ def no_rows(spec: GatherSpec) -> Make:
     return lambda g: {"ranks": [{"x": torch.empty(0, 20)} for _ in range(spec.dcp.world)]}
 
 
+def every_bit(spec: GatherSpec) -> Make:
+    """Return numbers whose low bits, zero's sign and NaN payloads no conversion keeps."""
+
+    def make(g: torch.Generator) -> Operands:
+        dtype = getattr(torch, spec.dtype)
+        size = dtype.itemsize
+
+        def share() -> Operands:
+            raw = torch.randint(0, 256, (4, 24 * size), generator=g, dtype=torch.uint8)
+            ends = raw.view(4, 24, size)
+            ends[:, 0, : size - 1], ends[:, 0, -1] = 0, 0x80  # −0, or the smallest integer
+            ends[:, 1, : size - 1], ends[:, 1, -1] = 0xFF, 0x7F  # NaN with a payload, or the largest integer
+            return {"x": raw.view(dtype)}
+
+        return {"ranks": [share() for _ in range(spec.dcp.world)]}
+
+    return make
+
+
 def cases() -> Iterator[Case]:
-    """Every layout."""
+    """Every layout; every wide dtype that the plain cases leave out."""
+    for dtype in ("int16", "int64", "float16", "float64"):
+        spec = GatherSpec(layout="rank_major", dtype=dtype, dcp=DCP(world=2), ndim=2)
+        name = f"all_gather/edges/every-bit/{dtype}"
+        yield Case(name, "all_gather", spec, LIMITS, every_bit(spec), since=INTERP, fault=24, ranks=2)
     for layout in ("rank_major", "token_order", "last_dim"):
         spec = GatherSpec(layout=layout, dtype="float32", dcp=DCP(world=2), ndim=2)
         name = f"all_gather/edges/no-rows/{layout}"
@@ -50,6 +73,7 @@ def cases() -> Iterator[Case]:
 
 
 WHY = {
+    "all_gather/edges/every-bit": "−0, NaN payloads and integers beyond 2^53: bytes are moved, never converted.",
     "all_gather/edges/no-rows": "Tensors without a row: a dimension of length 0 is legal.",
     "all_gather/edges/": "Both zeros, NaN and the largest numbers in views of wider rows: no value is a mark.",
 }

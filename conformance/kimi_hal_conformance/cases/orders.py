@@ -82,6 +82,16 @@ def zeros_of_both_signs(g: torch.Generator) -> Tensor:
     return rows
 
 
+def nan_payloads(g: torch.Generator) -> Tensor:
+    """Return 0 to 15 with NaN of any sign and payload among them, first at the front, then all but one."""
+    bits = (0x7FFFFFFF, -1, 0x7FC00001, -0x3FEDCC, 0x7FFF0000, -0x10000, 0x7FE10000, -0x3A0000)
+    nan = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    rows = torch.arange(16.0).repeat(4, 1)
+    rows[0, :8], rows[1, ::2], rows[2] = nan, nan, nan.repeat(2)
+    rows[2, 11] = -math.inf
+    return rows
+
+
 def one_row_after_another(g: torch.Generator) -> Tensor:
     """Return rows of very different kinds: spread, equal, short, clustered, and so on."""
     kinds = (
@@ -119,6 +129,13 @@ def selections() -> Iterator[Case]:
     window = TopKSpec(topk=4, has_row_start=True)
     windows = selects(window, lambda g: normal(g, 5, 10), (9, -1, 3, 4, 2**31 - 1), (7, 0, -5, 10, 2))
     yield select("window-7-of-10", window, windows, 7)
+    starts = (-5, -1, -(2**31), 3, -10)
+    outside = TopKSpec(topk=4, has_row_start=True, return_selected=True)
+    windows = selects(outside, lambda g: normal(g, 5, 10), (9, 10, 3, 7, 2**31 - 1), starts)
+    yield select("starts-before-the-row", outside, windows, 7)
+    for k in (1, 5, 12):
+        of = TopKSpec(topk=k, return_selected=True)
+        yield select(f"nan-payloads/k{k}", of, selects(of, nan_payloads, [16, 15, 16, 16]), 19)
     few = TopKSpec(topk=4, return_selected=True)
     yield select("nan-of-both-signs", few, selects(few, nan_of_both_signs, [16] * 7), 19)
     zeros = TopKSpec(topk=32, return_selected=True)
@@ -307,6 +324,8 @@ WHY = {
     "topk_select/edges/cluster-halves-rounded": "Scores half way between two bfloat16 numbers: rounded to even, once.",
     "topk_select/edges/lengths-around-2048": "No key, one, one fewer than k, k, one more, and a negative length.",
     "topk_select/edges/window-7-of-10": "A window that reaches behind its row: {0, 1, 2} and −1; starts out of range.",
+    "topk_select/edges/starts-before-the-row": "Starts below 0 count as 0, and from no end.",
+    "topk_select/edges/nan-payloads": "NaN of any sign and payload ranks below −inf, also where one is selected.",
     "topk_select/edges/nan-of-both-signs": "NaN of both signs ranks below −inf; rows of one value only.",
     "topk_select/edges/zeros-of-both-signs": "−0 equals +0, subnormals do not: position decides among zeros.",
     "topk_select/edges/one-row-after-another": "Rows of different kinds in one launch: nothing stays from row to row.",

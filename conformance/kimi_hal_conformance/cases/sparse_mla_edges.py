@@ -117,6 +117,57 @@ def poisoned_key(spec: SparseMLASpec) -> Make:
     return make
 
 
+def counted(spec: SparseMLASpec) -> Make:
+    """Return rows of live indices of which none count, one, all, and more than there are."""
+    lengths = (0, 1, 5, -1, 6, 2**31 - 1, -(2**31))
+
+    def make(g: torch.Generator) -> Operands:
+        scale, rows = torch.tensor([0.03125]), len(lengths)
+        return {
+            "q": normal(g, rows, spec.num_heads, 576, dtype=BF16),
+            "cache": latent_cache(g, FP8, 64, 1, torch.arange(64), scale),
+            "indices": torch.stack([torch.randperm(64, generator=g)[:5] for _ in lengths]).int(),
+            "k_scale": scale,
+            "index_len": ints(lengths),
+        }
+
+    return make
+
+
+def one_sided(spec: SparseMLASpec, size: float, key: float) -> Make:
+    """Return logits ``size · key`` of either sign, one key a row or one key twice, beside an ordinary row."""
+
+    def make(g: torch.Generator) -> Operands:
+        cache = stale_pages(1, 64 * formats.latent(spec.latent).row_bytes, stride_pad=64)
+        shared = torch.zeros(4, 64)
+        shared[:, 0] = torch.tensor([1.0, -1.0, 0.5, -0.5]) * key
+        formats.latent(spec.latent).write(cache, 64, torch.arange(4), normal(g, 4, 512), shared, None)
+        q = torch.zeros(5, spec.num_heads, 576)
+        q[:, :, 512] = size
+        q[4] = normal(g, spec.num_heads, 576)
+        q[4, :, 512] = 0.0
+        indices = ints([1, -1, 1, 1, 0, -1, 3, -1, 2, 3]).view(5, 2)
+        return {"q": q.to(BF16), "cache": cache, "indices": indices}
+
+    return make
+
+
+def infinite(spec: SparseMLASpec) -> Make:
+    """Return a row with a logit of +inf among others, one with it alone, and one without."""
+
+    def make(g: torch.Generator) -> Operands:
+        cache = stale_pages(1, 64 * formats.latent(spec.latent).row_bytes, stride_pad=64)
+        shared = normal(g, 4, 64)
+        shared[1, 0] = math.inf
+        formats.latent(spec.latent).write(cache, 64, torch.arange(4), normal(g, 4, 512), shared, None)
+        q = normal(g, 3, spec.num_heads, 576)
+        q[:, :, 512] = 0.5
+        indices = ints([0, 1, 2, 1, -1, -1, 3, -1, 2]).view(3, 3)
+        return {"q": q.to(BF16), "cache": cache, "indices": indices}
+
+    return make
+
+
 def attention_cases() -> Iterator[Case]:
     """Logits, indices, scales and keys at their edges."""
     small = SparseMLASpec(num_heads=4, latent=FP8, topk=64)
@@ -127,6 +178,11 @@ def attention_cases() -> Iterator[Case]:
     yield case("requests-unread", local, unread_requests(local), fault=3)
     yield case("scales-of-another-writer", flashmla, foreign_scales(flashmla), fault=20)
     yield case("selected-nan", small, poisoned_key(small), fault=4)
+    some = SparseMLASpec(num_heads=4, latent=FP8, topk=64, has_index_len=True)
+    yield case("none-counted", some, counted(some), fault=7)
+    plain = SparseMLASpec(num_heads=4, latent="latent.bf16", topk=64)
+    yield case("beyond-1e30", plain, one_sided(plain, 1e17, 1e17), fault=1)
+    yield case("plus-inf-logit", plain, infinite(plain), fault=19)
     for dialect in ("e4m3fn", "e4m3fnuz"):
         spec = SparseMLASpec(
             num_heads=4, latent=f"latent.fp8.{dialect}.tensor", topk=64, q_dtype=f"float8_{dialect}"
@@ -194,6 +250,9 @@ def store_cases() -> Iterator[Case]:
 
 
 WHY = {
+    "sparse_mla/edges/none-counted": "Live indices of which 0 count, one, all, and more: a length of 0 is none.",
+    "sparse_mla/edges/beyond-1e30": "Finite logits of 10^33 and −10^33: none is taken for a mask.",
+    "sparse_mla/edges/plus-inf-logit": "A logit of +inf: an LSE of +inf and an output of NaN, in its own row alone.",
     "sparse_mla/edges/very-negative-logits": "Logits of −65,000: below every finite number that stands for a mask.",
     "sparse_mla/edges/beyond-the-block-table": "Positions behind a block table that is full to its last column.",
     "sparse_mla/edges/requests-unread": "Requests out of range at rows without a live index: not read, 0 and −inf.",

@@ -82,6 +82,16 @@ MUTANTS = (
         operators=SCORES,
     ),
     Mutant(
+        id="index_page_below_minus_1_read",
+        file=REFERENCE,
+        old="missing = (page < 0) | (page >= cache.shape[0])",
+        new="page, missing = page.where(page >= -1, 0), (page == -1) | (page >= cache.shape[0])",
+        breaks="Only a page of -1 is taken for none: one of -2 is dereferenced.",
+        imitates="https://github.com/radixark/miles/pull/2079",
+        passes="deepgemm",
+        operators=SCORES,
+    ),
+    Mutant(
         id="index_tail_not_stored",
         file=REFERENCE,
         old="kept = min(count, out.shape[1])",

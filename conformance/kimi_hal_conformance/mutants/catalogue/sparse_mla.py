@@ -42,6 +42,17 @@ ATTEND = (
         fault=3,
     ),
     Mutant(
+        id="attn_large_finite_maximum",
+        file=REFERENCE,
+        old="top = q.new_full((spec.num_heads,), -torch.inf)",
+        new="top = q.new_full((spec.num_heads,), -1e30)",
+        breaks="The running maximum starts at -10^30, which bfloat16 queries and keys get below.",
+        imitates="https://github.com/flashinfer-ai/flashinfer/issues/4267",
+        passes="flashmla",
+        operators=("sparse_mla",),
+        fault=1,
+    ),
+    Mutant(
         id="attn_padding_reads_last_slot",
         file=REFERENCE,
         old="chosen = slots[slots >= 0]",
