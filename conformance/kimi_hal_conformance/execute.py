@@ -16,7 +16,7 @@ from kimi_hal_conformance.judging import judged
 from kimi_hal_conformance.levels import of
 from kimi_hal_conformance.oracle import Question
 from kimi_hal_conformance.promises import NONE, Effort, Kept, kept
-from kimi_hal_conformance.ranks import on_ranks, questions
+from kimi_hal_conformance.ranks import differing, on_ranks, questions
 from kimi_hal_conformance.rig import OnePlan
 from kimi_hal_conformance.scripts import call
 from kimi_hal_conformance.sparse import CannotTryError
@@ -139,7 +139,8 @@ def try_case(case: Case, subject: Subject, seed: int) -> tuple[list[str], list[M
     found = on_ranks(asked, lambda q: judged(q, calls[q.group.rank()]))
     problems = [f"rank {rank}: {p}" for rank, (problems, _) in enumerate(found) for p in problems]
     measures = [measure for _, own in found for measure in own]
-    return [*changed, *problems], measures, [done[0] for done in calls]
+    between = differing(case.operator, [done[0].answer for done in calls])
+    return [*changed, *problems, *between], measures, [done[0] for done in calls]
 
 
 def called(question: Question, subject: Subject) -> list[Called]:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from kimi_hal import ops
 from kimi_hal.ops.spec import DCP, Record
 from kimi_hal.parallel.groups import LoopbackGroup
 from kimi_hal_conformance.case import Case
-from kimi_hal_conformance.oracle import Question
+from kimi_hal_conformance.oracle import Answer, Question
+from kimi_hal_conformance.poison import same_bits
 
 #: Seconds that a rank of a loopback group may keep the others waiting; a case has a limit of its own.
 RANK_TIMEOUT = 600.0
+#: Operators whose results are complete on every rank, and the same: what adds up adds in rank order.
+COMPLETE = ("moe_layer",)
 T = TypeVar("T")
 
 
@@ -31,6 +34,17 @@ def on_ranks(questions: Sequence[Question], fn: Callable[[Question], T]) -> list
         return fn(dataclasses.replace(questions[group.rank()], group=group))
 
     return LoopbackGroup.run(len(questions), one, timeout=RANK_TIMEOUT)
+
+
+def differing(operator: str, answers: Sequence[Answer | None]) -> Iterator[str]:
+    """Yield the ranks that have other bits than the first where the contract promises every rank the same."""
+    first, *others = answers
+    if operator not in COMPLETE or first is None:
+        return
+    for rank, other in enumerate(others, start=1):
+        for name, tensor in other.outputs.items() if other else ():
+            if not same_bits(tensor, first.outputs[name]):
+                yield f"{name} of rank {rank} has other bits than that of rank 0"
 
 
 def at_rank(spec: Any, rank: int) -> Any:

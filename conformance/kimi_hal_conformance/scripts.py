@@ -74,6 +74,8 @@ def _commit(stage: Stage) -> Called:
     for number in range(len(ready.before)):  # the commit's own to change
         for name in OF_BOTH:
             room.originals.pop(f"{name}[{number}]")
+        records = f"records[{number}]"  # the verify's result, and from here on an input like any other
+        room.originals[records] = room.buffers[records].clone()
     found = invoke(stage, ready.plan, ready.placed)
     problems = (*(f"kda_verify: {p}" for p in untouched), *found.problems)
     return dataclasses.replace(found, problems=problems)

@@ -475,7 +475,7 @@ def moe_layer(
         num_tokens: ``[1]`` int32; rows from it on are padding, whatever they hold. Clamped to ``[0, T]``.
 
     Returns:
-        ``y [T, M]`` bf16, complete on every rank.
+        ``y [T, M]`` bf16, complete on every rank, with the same bits.
 
     Numerics: an implementation may round z, the norm's result, the shared experts' activation and each
     rank's partial sum to bf16; the reference rounds none. The group's sum is in float32, in rank order.

@@ -214,7 +214,8 @@ def kda_conv(
     Edge rules: a padding sequence, and rows at or beyond ``cu_seqlens[N]``, give zeros and touch no state; so
     does a sequence whose slot is out of range. An empty sequence leaves its slot as it is, bit for bit.
     ``cu_seqlens`` starts at 0, never decreases and ends at or before T. A slot that two live sequences name
-    is an error in checked mode. A stored input keeps its bits. T = 0 and N = 0 are legal.
+    is an error in checked mode. A stored input keeps its bits, −0 too; a NaN stays some NaN.
+    T = 0 and N = 0 are legal.
 
     Source: HF ``KimiK3``'s short convolution; vLLM ``causal_conv1d.py``.
     """

@@ -28,9 +28,11 @@ def decay(raw, rate, LOWER_BOUND: tl.constexpr):
     """Return the natural-log decay of raw gates that already carry their bias; 0.0 means no lower bound."""
     if LOWER_BOUND != 0.0:
         return LOWER_BOUND * sigmoid(rate * raw)
-    # softplus: log1p of a tiny number is that number, which log(1 + x) would lose
+    # softplus: log(1 + x) loses the digits of a small x, ln(1 + x) = 2 artanh(x / (2 + x)) does not
     small = tl.exp(-tl.abs(raw))
-    log1p = tl.where(small < 1e-4, small * (1.0 - 0.5 * small), tl.log(1.0 + small))
+    z = small / (2.0 + small)
+    artanh = z + z * z * z * (1 / 3 + z * z * (1 / 5 + z * z * (1 / 7)))
+    log1p = tl.where(small < 0.25, 2.0 * artanh, tl.log(1.0 + small))
     return -rate * tl.where(raw > 20.0, raw, tl.maximum(raw, 0.0) + log1p)
 
 

@@ -22,6 +22,9 @@ THROUGHOUT = (
     "lengths",
     "ties",
     "amplified",
+    "state_slots",
+    "scale_codes",
+    "spec_fields",
     "block_scales",
 )
 

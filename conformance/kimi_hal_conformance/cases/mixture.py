@@ -75,6 +75,14 @@ def saturated(spec: RouteSpec) -> Make:
     return make
 
 
+def run_with_nan() -> list[list[float]]:
+    """Return rows whose best run of four experts is not the first, and has only two that are worth more than −inf."""
+    middle, last = [-1.0] * 12, [-1.0] * 12
+    middle[4:8] = 3.0, math.nan, math.nan, 2.0
+    last[8:12] = math.nan, 5.0, 3.0, 2.0  # a bias of −inf besides
+    return [middle, last]
+
+
 def route_cases() -> Iterator[Case]:
     """Classes 3, 7, 14, 17, 18, 19 on ``moe_route``."""
     two = RouteSpec(num_experts=4, topk=2)
@@ -100,6 +108,8 @@ def route_cases() -> Iterator[Case]:
         spec = RouteSpec(num_experts=experts, topk=topk)
         make = route_operands(spec, 7) if experts > 3 else alike(spec, 2)
         yield route(f"e{experts}-k{topk}", spec, make, 14)
+    runs = RouteSpec(num_experts=12, topk=3, groups=3, topk_groups=1)
+    yield route("run-with-nan", runs, routes(run_with_nan(), [0.0] * 9 + [-math.inf, 0.0, 0.0]), 18)
     eps = RouteSpec(num_experts=12, topk=3, denom_eps=1e-20, scale=2.5)
     yield route("all-scores-0", eps, routes([[-300.0] * 12, [-80.0] * 12], [0.0] * 12), 19)
 
@@ -325,6 +335,7 @@ WHY = {
     "moe_route/edges/nan-row-and-inf-row": "Rows of +inf and of NaN: distinct ids in range, no NaN elsewhere.",
     "moe_route/edges/saturated": "Scores that are all exactly 1: the smaller id wins; biases of inf and NaN.",
     "moe_route/edges/live": "Rows behind num_tokens are NaN: ids −1, weights 0; a count out of range is clamped.",
+    "moe_route/edges/run-with-nan": "Experts of −inf inside the chosen run come before any outside it.",
     "moe_route/edges/e": "Few experts, all of them chosen, odd numbers.",
     "moe_route/edges/all-scores-0": "Scores of 0 with an epsilon in the denominator: weights of 0, no NaN.",
     "moe_experts/edges/sizes": "Experts without a row, first, last, all.",

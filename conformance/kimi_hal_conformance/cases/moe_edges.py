@@ -46,17 +46,20 @@ def small_sums(spec: RouteSpec) -> Make:
 
 
 def mapped(spec: MoESpec) -> Make:
-    """Return ids of −1 under a map whose first and last experts are local, and an id beyond the last."""
+    """Return ids of −1 under a map whose first and last experts are local, and ids and entries beyond the last."""
 
     def make(g: torch.Generator) -> Operands:
-        ids = [[-1, 0, 7], [0, -1, -1], [-1, -1, -1], [7, 8, -(2**31)], [3, 100, 7]]
+        ids = [[-1, 0, 7], [0, -1, -1], [-1, -1, -1], [7, 8, -(2**31)], [3, 100, 7], [5, 6, 0]]
         mapping = torch.full((spec.num_experts,), -1, dtype=torch.int32)
-        mapping[[0, 3, 7]] = ints([1, 2, 0])
+        mapping[[0, 3, 7, 5, 6]] = ints([1, 2, 0, spec.num_local, 2**31 - 1])
+        weights = checkpoint(g, spec)
+        for tensor in weights.values():  # else the last expert is one of zeros
+            tensor[-1] = tensor[0]
         return {
             "x": normal(g, len(ids), spec.hidden, dtype=BF16),
             "topk_weights": torch.softmax(normal(g, len(ids), spec.topk), dim=-1),
             "topk_ids": ints([i for row in ids for i in row]).view(-1, spec.topk),
-            "weights": checkpoint(g, spec),
+            "weights": weights,
             "expert_map": mapping,
         }
 
