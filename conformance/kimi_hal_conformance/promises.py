@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from kimi_hal import ops
@@ -19,8 +20,11 @@ from kimi_hal_conformance.ranks import on_ranks, questions
 from kimi_hal_conformance.relations import RELATIONS, captured, lasting, shards
 from kimi_hal_conformance.relations.captured import untried
 from kimi_hal_conformance.relations.ground import PARTLY_UNSPECIFIED, Ground, UntriedError
+from kimi_hal_conformance.relations.rows import rearranges, split
+from kimi_hal_conformance.relations.variants import total
 from kimi_hal_conformance.rig import OnePlan
 from kimi_hal_conformance.scripts import call
+from kimi_hal_conformance.selections import keys_of
 from kimi_hal_conformance.shrink import pieces
 
 #: Seconds after which a call is not repeated again, so that a slow one stays far within the limit of a case.
@@ -30,6 +34,8 @@ ENOUGH = 10.0
 OWN_MOST, OWN = 2.0, 0.25
 #: Seconds after which nothing more is begun.
 LONG = 20.0
+#: Rows of more calls than these are cut off and called alone although they change a pool: blocks have no more.
+MANY_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -136,8 +142,11 @@ def trials(
     if promised.deterministic and effort.repeats:  # without, no row has bits of its own either
         first = _joined([_of(done) for done in last], case.ranks)
         yield DETERMINISTIC, _repeated(case, subject, seed, first, effort)
-        if promised.batch_invariant and not case.ranks and (rows := _rows(case, seed)):
-            yield BATCH_INVARIANT, _alone(case, subject, seed, first, rows)
+        if promised.batch_invariant and not case.ranks:
+            if rows := _rows(case, seed):
+                yield BATCH_INVARIANT, _alone(case, subject, seed, first, rows)
+            elif many_rows(ground := Ground(case, subject, seed, promised)):
+                yield "split_bits", split(ground, 1)
     if effort.lasting and lasting.applies(case):
         yield LASTING, lasting.problems(case, subject, seed)
     if not effort.relations or case.ranks or ops.get(case.operator).listed:
@@ -150,6 +159,11 @@ def trials(
         yield SHARDS, shards.problems(ground)
     if not untried(ground):
         yield CAPTURE, captured.problems(ground)
+
+
+def many_rows(ground: Ground) -> bool:
+    """Tell whether a call has more rows than a block, which write what they read and stand for themselves."""
+    return rearranges(ground) and total(ground.case.operator, ground.operands) > MANY_ROWS
 
 
 def unasked(case: Case, subject: Subject, seed: int, effort: Effort, promised: Properties) -> dict[str, str]:
@@ -231,7 +245,7 @@ def _rows(case: Case, seed: int) -> dict[int, Case]:
     They may where a call writes a buffer that another of its rows reads.
     """
     op = ops.get(case.operator)
-    if op.mutated or op.name in PARTLY_UNSPECIFIED or not all("T" in out.shape.split() for out in op.outs):
+    if op.mutated or not all("T" in out.shape.split() for out in op.outs):
         return {}
     every = dict(enumerate(pieces(case, seed)))
     return {number: every[number] for number in sorted({0, len(every) // 2, len(every) - 1} & set(every))}
@@ -240,12 +254,21 @@ def _rows(case: Case, seed: int) -> dict[int, Case]:
 def _alone(
     case: Case, subject: Subject, seed: int, first: dict[str, Tensor], rows: dict[int, Case]
 ) -> Iterator[str]:
-    one = OnePlan.of(subject)
+    one, first = OnePlan.of(subject), specified(asked(case, seed), first)
     for number, row in rows.items():
-        alone = _bits(row, one, seed)
+        alone = specified(asked(row, seed), _bits(row, one, seed))
         for out in ops.get(case.operator).outs:
             at = out.shape.split().index("T")
             if out.keyword in first and not same_bits(
                 alone[out.keyword].contiguous(), first[out.keyword].narrow(at, number, 1).contiguous()
             ):
                 yield f"declared batch_invariant, but row {number} of {out.keyword} has other bits alone"
+
+
+def specified(question: Question, results: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return results with zeros where the contract leaves them open: the columns of scores that are no keys."""
+    if question.op.name not in PARTLY_UNSPECIFIED:
+        return results
+    out = results["out"]
+    keys = torch.arange(out.shape[1]) < keys_of(question, out.shape[1])[:, None]
+    return {**results, "out": out.where(keys, 0.0)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from kimi_hal.parallel import ownership
 from kimi_hal.reference import selection
 from kimi_hal.reference.topk_merge import topk_select
 from kimi_hal_conformance.budget import ACCUMULATION_MAX, ROUNDING_MAX, compare, compare_exact, wrong
-from kimi_hal_conformance.oracle import answer
+from kimi_hal_conformance.oracle import Question, answer
 from kimi_hal_conformance.trial import Trial
 from kimi_hal_conformance.verdict import Measure
 
@@ -24,8 +25,14 @@ NARROW = "logits=bf16"
 
 
 def local_lengths(trial: Trial, width: int) -> Tensor:
+    """Return how many local keys each row of a trial may see, clamped to the block table and to ``width``."""
+    return keys_of(trial.question, width)
+
+
+def keys_of(question: Question, width: int) -> Tensor:
     """Return how many local keys each row may see, clamped to the block table and to ``width``."""
-    operands, spec = trial.question.operands, trial.spec
+    operands = question.operands
+    spec: Any = question.spec
     reach = operands["block_table"].shape[1] * spec.page if "block_table" in operands else width
     lengths: Tensor = ownership.local_length(operands["row_len"].long(), ownership.of_keys(spec.dcp))
     return lengths.clamp(0, min(width, reach))

@@ -22,6 +22,7 @@ THROUGHOUT = (
     "lengths",
     "ties",
     "amplified",
+    "blocks",
     "state_slots",
     "scale_codes",
     "spec_fields",

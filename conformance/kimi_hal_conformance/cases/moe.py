@@ -13,7 +13,7 @@ from kimi_hal import formats
 from kimi_hal.ops.moe import MoESpec, RouteSpec
 from kimi_hal.ops.spec import Limits
 from kimi_hal_conformance.case import INTERP, QUICK, STANDARD, Case, Checkpoint, Make, Operands, add
-from kimi_hal_conformance.draws import ints, normal
+from kimi_hal_conformance.draws import ints, normal, strided
 
 LIMITS = Limits(max_rows=256, max_reqs=256)
 
@@ -92,6 +92,16 @@ def prepare_operands(spec: MoESpec) -> Make:
     return make
 
 
+def strided_rows(make: Make) -> Make:
+    """Return the operands with gaps between the rows of the checkpoint's tensors."""
+
+    def wrapped(g: torch.Generator) -> Operands:
+        given = dict(make(g))
+        return given | {name: strided(given[name], 16) for name in ("w13", "w13_scale", "w2", "w2_scale")}
+
+    return wrapped
+
+
 def _chosen(g: torch.Generator, pool: list[int], topk: int) -> Tensor:
     chosen = [pool[int(i)] for i in torch.randperm(len(pool), generator=g)[:topk]]
     return ints(chosen + [-1] * (topk - len(chosen)))
@@ -135,6 +145,10 @@ def cases() -> Iterator[Case]:
     for label in ("small", "ep-offset"):
         name, make = f"prepare_moe_weights/{label}", prepare_operands(specs[label])
         yield Case(name, "prepare_moe_weights", specs[label], LIMITS, make, since=INTERP)
+    first, slices = next(iter(specs.values())), "prepare_moe_weights/strided"
+    yield Case(
+        slices, "prepare_moe_weights", first, LIMITS, strided_rows(prepare_operands(first)), since=INTERP
+    )
 
 
 def routed(label: str, spec: RouteSpec, rows: int, live: int | None = None, fault: int = 0) -> Case:
@@ -156,6 +170,7 @@ WHY = {
     "moe_experts/": "Rows for experts here, elsewhere, out of range and named by no id.",
     "moe_experts/small/one-expert": "All rows at one expert, none at the others.",
     "moe_experts/ep-offset/none-here": "A rank of which no row wants an expert returns zeros.",
+    "prepare_moe_weights/strided": "Rows of a checkpoint that are slices of wider ones, as a shard of it has them.",
     "prepare_moe_weights/": "Weights prepared by the implementation are judged by what its experts make of them.",
 }
 

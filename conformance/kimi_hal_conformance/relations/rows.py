@@ -24,11 +24,15 @@ def permutation(ground: Ground) -> Iterator[str]:
     yield from _held(ground, question, found, rows, "the rows backwards")
 
 
-def split(ground: Ground) -> Iterator[str]:
-    """Half of the rows or sequences in one call, the rest in another: together they are the one call."""
+def split(ground: Ground, at: int | None = None) -> Iterator[str]:
+    """Half of the rows or sequences in one call, the rest in another: together they are the one call.
+
+    With ``at`` so many of them stand in the first call.
+    """
     number, name = variants.count(ground.case.operator, ground.operands), ground.case.operator
     whole = with_operands(ground.question, variants.taken(name, ground.operands, range(number)))
-    plan, parts, done = OnePlan.of(ground.subject), (range(number // 2), range(number // 2, number)), whole
+    at = number // 2 if at is None else at
+    plan, parts, done = OnePlan.of(ground.subject), (range(at), range(at, number)), whole
     found: list[Called] = []
     for part in parts:
         question = with_operands(whole, variants.taken(name, done.operands, part))
