@@ -87,6 +87,16 @@ MUTANTS = (
         operators=("kda_layer_decode",),
     ),
     Mutant(
+        id="layer_norm_eps_constant",
+        file=REFERENCE,
+        old="out_gate, spec.norm_eps, dtype)",
+        new="out_gate, 1e-5, dtype)",
+        breaks="The norm's epsilon is a constant, whatever the Spec says.",
+        imitates="https://github.com/apache/tvm/pull/15856",
+        passes="fla",
+        operators=("kda_layer_decode",),
+    ),
+    Mutant(
         id="dsa_heads_interleaved",
         file=EXCHANGE,
         old="return group.all_gather(q).transpose(0, 1).flatten(1, 2)",

@@ -140,6 +140,20 @@ ROUTER = (
         fault=18,
     ),
     Mutant(
+        id="route_outside_as_minus_inf",
+        file=REFERENCE,
+        old="order = order.gather(-1, outside.sort(dim=-1, stable=True).indices)",
+        new=(
+            "order = choice.masked_fill(~_reachable(spec, choice), -torch.inf).sort(dim=-1, "
+            "descending=True, stable=True).indices"
+        ),
+        breaks="Experts outside the chosen runs count as -inf, and come before those of -inf inside.",
+        imitates="https://github.com/sgl-project/sglang/pull/3705",
+        passes="set",
+        operators=ROUTE,
+        fault=18,
+    ),
+    Mutant(
         id="route_renormalize_ignored",
         file=REFERENCE,
         old="if not spec.renormalize:",
