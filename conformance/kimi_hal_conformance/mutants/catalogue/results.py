@@ -52,18 +52,5 @@ add(
             passes="flashinfer-bench",
             operators=("kda_layer_decode", "moe_experts"),
         ),
-        Mutant(
-            id="merge_order_by_number_of_rows",
-            file="reference/sparse_mla.py",
-            old="        for weight, logit, piece in zip(weights, clean, outs[:, part], strict=True):",
-            new=(
-                "        for weight, logit, piece in list(zip(weights, clean, outs[:, part], strict=True))"
-                "[:: 1 if rows < 8 else -1]:"
-            ),
-            breaks="The order in which parts are added depends on how many rows the call has.",
-            imitates="https://github.com/deepseek-ai/FlashMLA/issues/212",
-            passes="flashinfer-bench",
-            operators=("merge_attn_states",),
-        ),
     )
 )
