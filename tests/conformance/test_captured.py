@@ -231,7 +231,7 @@ def test_what_is_declared_and_right_is_captured(verdicts: dict[str, Verdict], na
 def test_what_the_host_did_between_is_not_in_the_graph(verdicts: dict[str, Verdict], name: str) -> None:
     found = verdicts[name]
     assert (found.status, found.level, found.promises[-1]) == (FAILED, levels.CAPTURABLE, "capture"), found
-    assert found.problems[0].startswith("replay 1 of 4: "), found.problems
+    assert found.problems[0].startswith("replay 1 of 5: "), found.problems
     assert found.problems[0].endswith(" has other bits than in new memory")
 
 

@@ -165,7 +165,8 @@ def no_tensor(right, *operands):
 def past_end(right, outs, lses, out, lse_out):
     results = call(right, outs, lses, out, lse_out)
     if out is not None:
-        out.as_strided((1,), (1,), out.storage_offset() + out.numel()).fill_(0.0)
+        last = sum((n - 1) * stride for n, stride in zip(out.shape, out.stride()))
+        out.as_strided((1,), (1,), out.storage_offset() + last + 1).fill_(0.0)
     return results
 
 
