@@ -1,7 +1,7 @@
 """Capture and replay: what is declared capturable goes into a graph of the device, and answers for new data there.
 
 Two graphs of one plan, of sizes A and B, are captured on calls that hold nothing but padding, as an engine does
-before its first request; then replayed A, B, A, B. What was decided on the host in between is not in a graph.
+before its first request; then replayed A, B, A, B, A. What was decided on the host in between is not in a graph.
 """
 
 from __future__ import annotations
