@@ -47,14 +47,9 @@ def layer(layout: Any, mesh: Any, name: str, *, ring: bool) -> dict[str, Any]:
         for operand in layout.operands(name).values()
     )
     return {
-        "laid_out": [
-            {"what": e.what, "op": e.op, "ranks": e.ranks, "operand_bytes": e.operand, "sent_bytes": e.sent}
-            for e in said
-        ],
-        "compiled": [
-            {"op": c.op, "ranks": c.ranks, "operand_bytes": c.operand, "sent_bytes": c.sent} for c in found
-        ],
-        "sent_bytes_laid_out": sum(e.sent for e in said),
+        "laid_out": [{"what": e.what} | figures_of(e.how) for e in said],
+        "compiled": [figures_of(c) for c in found],
+        "sent_bytes_laid_out": sum(e.how.sent for e in said),
         "sent_bytes_compiled": sum(c.sent for c in found),
         "held_bytes_a_device": held,
         "kernels": code.kernels,
@@ -63,6 +58,11 @@ def layer(layout: Any, mesh: Any, name: str, *, ring: bool) -> dict[str, Any]:
         "temporary_hbm_bytes": code.temporary,
         "seconds": round(code.seconds, 1),
     }
+
+
+def figures_of(one: Any) -> dict[str, Any]:
+    """Return what is kept of a collective."""
+    return {"op": one.op, "ranks": one.ranks, "operand_bytes": one.operand, "sent_bytes": one.sent}
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ A rank's candidates are ordinals ``[T, k]`` (``selection.py``) with local positi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -40,16 +41,26 @@ def compact(spec: TopKMergeSpec, ordinals: Tensor, local: Tensor, row_len: Tenso
 
 
 def best_few(
-    spec: TopKMergeSpec, ordinals: Tensor, local: Tensor, row_len: Tensor, group: Group
+    spec: TopKMergeSpec,
+    ordinals: Tensor,
+    local: Tensor,
+    row_len: Tensor,
+    group: Group,
+    *,
+    pack: Callable[[Tensor, Tensor, Tensor, int], Tensor] = candidates.pack,
+    unpack: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]] = candidates.unpack,
 ) -> tuple[Tensor, Tensor]:
-    """Send the best few candidates; return the winners among them, and bool ``[T]``: may they be wrong."""
+    """Send the best few candidates; return the winners among them, and bool ``[T]``: may they be wrong.
+
+    ``pack`` and ``unpack`` make and read the message, for devices that do it by other operations.
+    """
     beyond = row_len > candidates.CONTEXT
     held = (local >= 0).sum(dim=1)
     kept = torch.where(beyond[:, None], -1, local)
     top = selection.best(selection.keys(selection.narrow(ordinals), kept), spec.candidates)
     count = candidates.segments(spec.dcp)
-    everyone = group.all_gather(candidates.pack(*by_position(top), held, count))
-    scores, positions, holds = candidates.unpack(everyone, count)
+    everyone = group.all_gather(pack(*by_position(top), held, count))
+    scores, positions, holds = unpack(everyone, count)
     key = selection.keys(scores, globally(positions, spec.dcp))
     best = selection.best(side_by_side(key), spec.topk)
     return winners(best), beyond | undecided(key, best, holds)

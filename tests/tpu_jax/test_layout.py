@@ -219,7 +219,7 @@ def test_a_compiled_program_exchanges_what_the_layout_says(layer: str) -> None:
     program = layers.program(layer, EIGHT, mesh_of(EIGHT))
     compiled = jax.jit(program).lower(placed(EIGHT, layer)).compile()
     found = [(c.op, c.ranks) for c in collectives.found(compiled.as_text())]
-    assert sorted(found) == sorted((e.op, e.ranks) for e in EIGHT.exchanges(layer))
+    assert sorted(found) == sorted((e.how.op, e.how.ranks) for e in EIGHT.exchanges(layer))
 
 
 @pytest.mark.full  # a whole layer of K3.1 for 32 devices takes the compiler a minute or two
@@ -230,7 +230,7 @@ def test_a_program_for_a_slice_exchanges_the_bytes_that_the_layout_says(layer: s
     mesh = aot.mesh("tpu7x:2x2x4", **layout.sizes)
     code = layers.compiled(layer, layout, mesh, layers.kernels(ring=False))
     found = [(c.op, c.ranks, c.operand) for c in collectives.found(code.text)]
-    assert sorted(found) == sorted((e.op, e.ranks, e.operand) for e in layout.exchanges(layer))
+    assert sorted(found) == sorted((e.how.op, e.how.ranks, e.how.operand) for e in layout.exchanges(layer))
     assert code.kernels == (layer == "dsa")  # the selection; what else is on SparseCore libtpu put there
 
 

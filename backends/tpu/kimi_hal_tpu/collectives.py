@@ -7,8 +7,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kimi_hal_tpu.layout import sent
-
 OPS = ("all-gather", "all-reduce", "all-to-all", "reduce-scatter", "collective-permute")
 WIDTHS = {"pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2}
 WIDTHS |= {"f32": 4, "s32": 4, "u32": 4}
@@ -35,8 +33,19 @@ class Collective:
 
     @property
     def sent(self) -> int:
-        """Return the bytes that each device sends, as ``layout.sent`` counts them."""
-        return sent(self.op, self.ranks, self.operand)
+        """Return the bytes that a device sends where parts go around a ring, or each to its own reader.
+
+        Raises:
+            KeyError: a collective of which no rule is known.
+        """
+        rest = self.ranks - 1
+        shares = {
+            "all-gather": self.operand * rest,
+            "reduce-scatter": self.operand * rest // self.ranks,
+            "all-reduce": 2 * self.operand * rest // self.ranks,
+            "all-to-all": self.operand * rest // self.ranks,
+        }
+        return shares[self.op]
 
 
 def found(text: str) -> tuple[Collective, ...]:

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from kimi_hal.errors import SpecError
 from kimi_hal.model import K3_1_PRO, Model
+from kimi_hal_tpu.collectives import Collective
 
 #: The axis of the devices that share a context, that of the groups, and both: tensor and expert parallelism.
 DCP, GROUP = "dcp", "group"
@@ -49,40 +50,10 @@ class Operand:
 
 @dataclass(frozen=True)
 class Exchange:
-    """One message of a layer, as each device sees it.
-
-    Args:
-        what: it carries.
-        op: as HLO names it.
-        ranks: devices that meet.
-        operand: bytes that each of them gives.
-    """
+    """One message of a layer, as each device sees it: what it carries, and how."""
 
     what: str
-    op: str
-    ranks: int
-    operand: int
-
-    @property
-    def sent(self) -> int:
-        """Return the bytes that each device sends where parts go around a ring, or each to its own reader."""
-        return sent(self.op, self.ranks, self.operand)
-
-
-def sent(op: str, ranks: int, operand: int) -> int:
-    """Return the bytes that a device sends in a collective of HLO.
-
-    Raises:
-        KeyError: no collective of that name is known.
-    """
-    rest = ranks - 1
-    shares = {
-        "all-gather": operand * rest,
-        "reduce-scatter": operand * rest // ranks,
-        "all-reduce": 2 * operand * rest // ranks,
-        "all-to-all": operand * rest // ranks,
-    }
-    return shares[op]
+    how: Collective
 
 
 @dataclass(frozen=True)
@@ -225,7 +196,7 @@ class Layout:
     def exchanges(self, layer: str) -> tuple[Exchange, ...]:
         """Return what a layer exchanges; an exchange with nobody is none."""
         found = {"kda": self._kda_exchanges, "dsa": self._dsa_exchanges, "moe": self._moe_exchanges}[layer]()
-        return tuple(each for each in found if each.ranks > 1)
+        return tuple(each for each in found if each.how.ranks > 1)
 
     def _kda_exchanges(self) -> tuple[Exchange, ...]:
         return (self._summed("partial sums of the output projection"),)
@@ -234,25 +205,31 @@ class Layout:
         m, t, ours = self.model, self.rows, self.rows // self.groups
         group_heads = self.heads * self.dcp
         return (
-            Exchange("candidates of a group's rows", "all-gather", self.dcp, 8 * ours * m.topk),
-            Exchange("own winners of a group's rows", "all-gather", self.groups, 4 * ours * m.topk),
-            Exchange("query heads", "all-gather", self.dcp, 2 * t * self.heads * (m.kv_rank + m.pe_dim)),
-            Exchange("partial results", "all-to-all", self.dcp, 2 * t * group_heads * m.kv_rank),
-            Exchange("their LSE", "all-to-all", self.dcp, 4 * t * group_heads),
+            Exchange("candidates of a group's rows", Collective("all-gather", self.dcp, 8 * ours * m.topk)),
+            Exchange(
+                "own winners of a group's rows", Collective("all-gather", self.groups, 4 * ours * m.topk)
+            ),
+            Exchange(
+                "query heads", Collective("all-gather", self.dcp, 2 * t * self.heads * (m.kv_rank + m.pe_dim))
+            ),
+            Exchange("partial results", Collective("all-to-all", self.dcp, 2 * t * group_heads * m.kv_rank)),
+            Exchange("their LSE", Collective("all-to-all", self.dcp, 4 * t * group_heads)),
             self._summed("partial sums of the output projection"),
         )
 
     def _moe_exchanges(self) -> tuple[Exchange, ...]:
         m, t = self.model, self.rows
         return (
-            Exchange("latents of the experts", "all-gather", self.tp, 2 * t * m.moe_hidden // self.tp),
-            Exchange("sums over experts", "reduce-scatter", self.tp, 4 * t * m.moe_hidden),
-            Exchange("sums of squares", "all-reduce", self.tp, 4 * t),
+            Exchange(
+                "latents of the experts", Collective("all-gather", self.tp, 2 * t * m.moe_hidden // self.tp)
+            ),
+            Exchange("sums over experts", Collective("reduce-scatter", self.tp, 4 * t * m.moe_hidden)),
+            Exchange("sums of squares", Collective("all-reduce", self.tp, 4 * t)),
             self._summed("partial sums of both projections"),
         )
 
     def _summed(self, what: str) -> Exchange:
-        return Exchange(what, "all-reduce", self.tp, 2 * self.rows * self.model.hidden)
+        return Exchange(what, Collective("all-reduce", self.tp, 2 * self.rows * self.model.hidden))
 
 
 def _axes(entry: Any) -> tuple[str, ...]:

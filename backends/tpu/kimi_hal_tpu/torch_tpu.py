@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from typing import Any
 
 from kimi_hal.dispatch.device import HostDevice, guarded
-from kimi_hal_tpu import plugin, requirements
+from kimi_hal_tpu import device, plugin, requirements
 
 
-class Device:
-    """A TPU of torch_tpu. It is imported when a method needs it, never before."""
+class Device(device.Device):
+    """A TPU of torch_tpu, timed as one of torch-xla. It is imported when a method needs it, never before."""
 
     torch_device = "tpu"
 
@@ -30,18 +28,6 @@ class Device:
     def arch(self, index: int) -> str:
         """Return the generation of the TPUs on the PCI bus: a host has one kind."""
         return plugin.probe().arch
-
-    def time(self, fn: Callable[[], None]) -> float:
-        """Return wall-clock seconds of one call, waited for."""
-        self.synchronize()
-        start = time.perf_counter()
-        fn()
-        self.synchronize()
-        return time.perf_counter() - start
-
-    def capture(self, fn: Callable[[], None]) -> Callable[[], None] | None:
-        """Return ``None``: programs are compiled instead of capturing launches."""
-        return None
 
     def empty(self, shape: tuple[int, ...], dtype: str, *, guard: int) -> Any:
         """Return an uninitialised tensor between canaries."""

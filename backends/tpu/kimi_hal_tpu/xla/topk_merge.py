@@ -63,7 +63,7 @@ def compact(spec: TopKMergeSpec, ordinals: Tensor, local: Tensor, row_len: Tenso
 
     How many those are is read on the host between two programs; the second is for a power of two of rows.
     """
-    won, again = best_few(spec, ordinals, local, row_len, group)
+    won, again = protocols.best_few(spec, ordinals, local, row_len, group, pack=pack, unpack=unpack)  # type: ignore[arg-type]
     rows = group.on_the_host(again).nonzero()[:, 0]
     if not len(rows):  # the same on every rank, since all have decoded the same messages
         return won
@@ -73,22 +73,6 @@ def compact(spec: TopKMergeSpec, ordinals: Tensor, local: Tensor, row_len: Tenso
     )  # a row twice says the same twice
     resent = protocols.full(spec, ordinals[some], local[some], group)  # type: ignore[arg-type]
     return order.put(won, some, resent)
-
-
-def best_few(
-    spec: TopKMergeSpec, ordinals: Tensor, local: Tensor, row_len: Tensor, group: Exchange
-) -> tuple[Tensor, Tensor]:
-    """Send the best few candidates; return the winners among them, and bool ``[T]``: may they be wrong."""
-    beyond = row_len > candidates.CONTEXT
-    held = (local >= 0).sum(dim=1)
-    kept = torch.where(beyond[:, None], -1, local)
-    top = selection.best(selection.keys(selection.narrow(ordinals), kept), spec.candidates)
-    count = candidates.segments(spec.dcp)
-    everyone = group.all_gather(pack(*protocols.by_position(top), held, count))
-    scores, positions, holds = unpack(everyone, count)
-    key = selection.keys(scores, protocols.globally(positions, spec.dcp))
-    best = selection.best(protocols.side_by_side(key), spec.topk)
-    return protocols.winners(best), beyond | protocols.undecided(key, best, holds)
 
 
 def pack(scores: Tensor, positions: Tensor, held: Tensor, count: int) -> Tensor:
