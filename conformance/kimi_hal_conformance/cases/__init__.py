@@ -24,9 +24,9 @@ THROUGHOUT = (
     "amplified",
     "blocks",
     "state_slots",
-    "scale_codes",
+    "expert_scales",
     "spec_fields",
-    "block_scales",
+    "index_scales",
 )
 
 
