@@ -58,6 +58,8 @@ def untimed(loaded: Loaded, request: Request) -> str:
         return "speed is measured on a device, natively"
     if request.chosen_profile in (INTERP, QUICK):
         return f"the {STANDARD} profile measures speed"
+    if (request.lanes or 1) > 1:
+        return "speed is measured where one process has the device: go on with --resume, without --lanes"
     return ""
 
 

@@ -92,6 +92,14 @@ def kept(
     }
 
 
+def to_time(verdicts: Mapping[str, Verdict]) -> dict[str, Verdict]:
+    """Return kept verdicts without one that passed, if no call was timed: that is done after a case has passed."""
+    if any(v.speed is not None for v in verdicts.values()):
+        return dict(verdicts)
+    again = next((v.case for v in verdicts.values() if v.status == PASSED), None)
+    return {case: v for case, v in verdicts.items() if case != again}
+
+
 def _on_trial(tested: Tested) -> OnTrial:
     return OnTrial(
         operator=tested.operator,

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 
+import msgspec
+
 from kimi_hal import ops
 from kimi_hal.dispatch import composed
 from kimi_hal.dispatch.contract import Implementation, Probe
@@ -175,6 +177,25 @@ def batch(schedule: Schedule, loaded: Loaded, request: Request) -> Batch:
         untimed=untimed(loaded, request),
         made=tuple(made for made in schedule.claims.made if made.id in {case.id for case in schedule.cases}),
     )
+
+
+def shared(batch: Batch, parts: int) -> list[Batch]:
+    """Share a batch out among processes, every n-th case to each; the first times the operator.
+
+    Args:
+        batch: of one implementation.
+        parts: at most so many.
+    """
+    parts = max(1, min(parts, len(batch.cases)))
+    return [
+        msgspec.structs.replace(
+            batch,
+            cases=batch.cases[i::parts],
+            relations=-(-batch.relations // parts),
+            untimed=batch.untimed or ("another process was to time it" if i else ""),
+        )
+        for i in range(parts)
+    ]
 
 
 def on_record(implementation: Implementation, loaded: Loaded) -> OnTrial:

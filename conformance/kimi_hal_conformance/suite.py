@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 
@@ -21,12 +22,16 @@ from kimi_hal_conformance.claims import told as claims
 from kimi_hal_conformance.claims import unclaimed
 from kimi_hal_conformance.claims.made import is_made
 from kimi_hal_conformance.conclusions import concluded, joined
-from kimi_hal_conformance.conditions import ANY_DEVICE, child_environment, lanes, on_host, versions
+from kimi_hal_conformance.conditions import ANY_DEVICE, child_environment, lanes, on_host, untimed, versions
+from kimi_hal_conformance.messages import Batch
 from kimi_hal_conformance.request import Request
 from kimi_hal_conformance.runner import run as run_batches
-from kimi_hal_conformance.schedule import Schedule, batch, on_record, schedules, without
+from kimi_hal_conformance.schedule import Schedule, batch, on_record, schedules, shared, without
 from kimi_hal_conformance.schema import Environment, Report, compose
 from kimi_hal_conformance.verdict import CouldBe, OnTrial, Verdict
+
+#: Into how many parts cases are shared out for each of several processes on one device, so that all end together.
+PARTS_A_LANE = 3
 
 
 def run(
@@ -57,16 +62,16 @@ def run(
     _check_made(request)
     recorded = tuple(on_record(s.implementation, loaded) for s in found)  # before anything runs
     known = versions(loaded, probe)
-    before = kept(found, recorded, request, known)
+    before = kept(found, recorded, loaded, request, known)
     running = [left for s in found if (left := without(s, before[s.key])).cases]
     begin(sum(len(s.cases) for s in running))
+    parts = parts_of(running, loaded, request)
     outcome = run_batches(
-        [batch(s, loaded, request) for s in running],
-        child_environment(request),
-        lanes(loaded, request),
-        progress,
+        [part for _, part in parts], child_environment(request), lanes(loaded, request), progress
     )
-    answers = dict(zip((s.key for s in running), outcome.verdicts, strict=True))
+    answers: dict[tuple[str, str], list[Verdict]] = defaultdict(list)
+    for (key, _), told in zip(parts, outcome.verdicts, strict=True):
+        answers[key].extend(told)
     verdicts = [
         v for s in found for v in concluded(s, joined(s, before[s.key], answers.get(s.key, ())), request)
     ]
@@ -82,6 +87,22 @@ def run(
         could_be_claimed=() if outcome.interrupted else beyond(found, verdicts, loaded, probe, request),
         interrupted=outcome.interrupted,
     )
+
+
+def parts_of(
+    running: Sequence[Schedule], loaded: Loaded, request: Request
+) -> list[tuple[tuple[str, str], Batch]]:
+    """Return the batches of a run, each with its schedule's key.
+
+    An implementation is one batch, but where several processes use one device: there its cases are shared out, since
+    most of their time is that of a compiler.
+    """
+    batches = [(s.key, batch(s, loaded, request)) for s in running]
+    count = lanes(loaded, request)
+    if count == 1 or on_host(loaded, request):
+        return batches
+    each = max(1, -(-sum(len(b.cases) for _, b in batches) // (PARTS_A_LANE * count)))
+    return [(key, part) for key, b in batches for part in shared(b, -(-len(b.cases) // each))]
 
 
 def environment(request: Request, probe: Probe, known: Mapping[str, str], started: datetime) -> Environment:
@@ -141,7 +162,11 @@ def beyond(
 
 
 def kept(
-    found: Sequence[Schedule], recorded: Sequence[OnTrial], request: Request, known: Mapping[str, str]
+    found: Sequence[Schedule],
+    recorded: Sequence[OnTrial],
+    loaded: Loaded,
+    request: Request,
+    known: Mapping[str, str],
 ) -> dict[tuple[str, str], dict[str, Verdict]]:
     """Return the verdicts of the run that this one goes on from, by schedule and case."""
     if request.resume:
@@ -153,7 +178,8 @@ def kept(
             "seed": request.seed,
         }
         resume.check(request.resume, conditions, known)
-    return {
+    before = {
         s.key: resume.kept(request.resume, record, [c.id for c in s.cases], request.chosen_repeats)
         for s, record in zip(found, recorded, strict=True)
     }
+    return before if untimed(loaded, request) else {key: resume.to_time(v) for key, v in before.items()}
