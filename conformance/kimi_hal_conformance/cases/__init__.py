@@ -26,6 +26,7 @@ THROUGHOUT = (
     "state_slots",
     "expert_scales",
     "spec_fields",
+    "composite_fields",
     "index_scales",
 )
 

@@ -18,6 +18,7 @@ from kimi_hal import formats
 from kimi_hal.model import K3_1_PRO
 from kimi_hal.ops.composites import DSASpec, MoELayerSpec
 from kimi_hal.ops.kda import KDASpec
+from kimi_hal.ops.moe import RouteSpec
 from kimi_hal.ops.spec import DCP, Limits
 from kimi_hal.parallel import ownership
 from kimi_hal.presets import Deployment
@@ -129,7 +130,9 @@ def dsa_operands(
         context = draw(g) if draw else Context.draw(g, lengths)
         shared = {"row_req": ints([r for r, _ in rows]), "row_len": ints([n for _, n in rows])}
         shared |= index_query(g, spec, context, shared, attempts=ATTEMPTS if draw is None else 0)
-        q = normal(g, len(rows), spec.attn.num_heads, 576, dtype=BF16, spread=2.0)
+        q = normal(g, len(rows), spec.attn.num_heads, 576, spread=2.0).to(getattr(torch, spec.q_dtype))
+        if spec.q_dtype != "bfloat16":
+            shared |= {"q_scale": torch.tensor([0.4375])}
         ranks = [rank_operands(g, spec, context, rank, q) | shared for rank in range(spec.dcp.world)]
         return {"ranks": ranks} if grouped else ranks[0]
 
@@ -157,15 +160,19 @@ def rank_operands(
 def index_query(
     g: torch.Generator, spec: DSASpec, context: Context, rows: Operands, attempts: int = ATTEMPTS
 ) -> dict[str, Tensor]:
-    """Return index queries and weights of all rows, drawn until no row has close scores at its cut."""
-    whole = dataclasses.replace(spec.indexer, dcp=DCP(), return_selected=False)
+    """Return index queries and weights of all rows, drawn until no row has close scores at its cut.
+
+    Scores that the Spec rounds are close where their rounding could make them equal.
+    """
+    whole = dataclasses.replace(spec.indexer, dcp=DCP(), return_selected=False, score="float32")
+    slack = {"float32": 1e-4, "bfloat16": 1.1 * 2.0**-7}[spec.indexer.score]
     cache, table = context.index(g, spec, DCP())
     count = rows["row_len"].numel()
     q, w = normal(g, count, whole.num_heads, 128, dtype=BF16), normal(g, count, whole.num_heads)
     for _ in range(attempts):
         query = quantize_index_query(spec.query, q, w, dtype=F64)
         scores = indexer_logits(whole, *query, cache, table, rows["row_req"], rows["row_len"], dtype=F64)
-        again = close_cut(scores, whole.topk)
+        again = close_cut(scores, whole.topk, slack)
         if not again.any():
             return {"index_q": q, "index_w": w}
         q[again] = normal(g, int(again.sum()), whole.num_heads, 128, dtype=BF16)
@@ -311,11 +318,24 @@ def separated(g: torch.Generator, spec: MoELayerSpec, rows: int, weights: dict[s
     x = normal(g, rows, spec.model_dim, dtype=BF16)
     for _ in range(ATTEMPTS):
         scores = torch.sigmoid(x.to(F64) @ weights["gate"].to(F64).T) + weights["bias"]
-        again = close_cut(scores, spec.route.topk)
+        again = close_choice(spec.route, scores)
         if not again.any():
             return x
         x[again] = normal(g, int(again.sum()), spec.model_dim, dtype=BF16)
     raise AssertionError("router scores stay close at the cut")
+
+
+def close_choice(route: RouteSpec, scores: Tensor) -> Tensor:
+    """Tell which rows have a group, or an expert of the chosen groups, close behind the last that is chosen."""
+    if route.groups == 1:
+        return close_cut(scores, route.topk)
+    size = route.num_experts // route.groups
+    best = scores.view(-1, route.groups, size).topk(min(2, size), dim=2).values.sum(dim=2)
+    chosen = torch.zeros_like(best, dtype=torch.bool).scatter(
+        1, best.topk(route.topk_groups, dim=1).indices, True
+    )
+    reached = scores.where(chosen.repeat_interleave(size, dim=1), -torch.inf)
+    return close_cut(best, route.topk_groups) | close_cut(reached, route.topk)
 
 
 def moe_cases() -> Iterator[Case]:

@@ -10,6 +10,7 @@ import torch
 from kimi_hal import formats
 from kimi_hal.ops.indexer import IndexerSpec, IndexerTopKSpec, IndexQuerySpec, StoreIndexSpec
 from kimi_hal.ops.spec import DCP, Limits
+from kimi_hal.parallel import ownership
 from kimi_hal_conformance.case import INTERP, QUICK, Case, Make, Operands, add
 from kimi_hal_conformance.draws import (
     block_tables,
@@ -66,7 +67,8 @@ def score_operands(spec: IndexerSpec, lengths: tuple[int, ...], rows_per_request
 
     def make(g: torch.Generator) -> Operands:
         fmt = formats.index(spec.index)
-        local = [-(-n // spec.dcp.world) + spec.dcp.interleave for n in lengths]
+        shards = ownership.of_keys(spec.dcp)
+        local = [-(-n // shards.world) + shards.interleave for n in lengths]
         pages = sum(-(-n // fmt.page) for n in local) + 2
         columns = max((-(-n // fmt.page) for n in local), default=0) + 1
         table = block_tables(g, local, fmt.page, pages, columns)

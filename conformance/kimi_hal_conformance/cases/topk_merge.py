@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -88,8 +89,8 @@ def rank_operands(spec: TopKMergeSpec, scores: Tensor, lengths: Sequence[int], r
     from kimi_hal.reference.topk_merge import topk_select
 
     position = torch.arange(scores.shape[1])
-    mine = ownership.owner(position, spec.dcp) == rank
-    dcp = DCP(world=spec.dcp.world, rank=rank, interleave=spec.dcp.interleave)
+    dcp = ownership.of_keys(replace(spec.dcp, rank=rank))
+    mine = ownership.owner(position, dcp) == dcp.rank
     local = scores[:, mine]
     if not local.shape[1]:
         local = scores.new_zeros(scores.shape[0], 1)
