@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from struct import unpack_from
 from typing import Any
 
@@ -154,3 +155,24 @@ def test_rows_at_odd_addresses_have_a_vector_less_of_room(selector: Launched) ->
     assert [grid[0] for grid in selector.launched] == ["wide", "wide"]
     selector(torch.empty(1, 8192), length, None, out, chosen)
     assert selector.launched[-1][0] == "short"
+
+
+def test_two_threads_that_call_one_plan_launch_their_own_addresses(selector: Launched) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def note(*grid: int) -> None:
+        content = selector.parameters.content
+        seen.append((unpack_from("Q", content)[0], unpack_from("i", content, 112)[0]))
+
+    selector.launch = dict.fromkeys(topk.FORMS, note)
+    calls = [operands(1, width) for width in (64, 9000)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            for call in [*calls] * 500:
+                pool.submit(selector, call[0], call[1], None, *call[2:])
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(seen) == 1000
+    assert {*seen} == {(x.data_ptr(), x.shape[1]) for x, *_ in calls}

@@ -42,7 +42,7 @@ class Launch(Structure):
 
 @functools.cache
 def library() -> ctypes.PyDLL:
-    """Return the driver's library. Its calls keep the interpreter's lock, which guards a plan's launch buffers.
+    """Return the driver's library. Its calls are short and keep the interpreter's lock.
 
     Raises:
         PluginError: there is none.

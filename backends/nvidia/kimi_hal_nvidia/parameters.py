@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from struct import Struct
 
 
@@ -12,11 +13,15 @@ class Parameters:
     Args:
         addresses: how many it begins with, 8 bytes each.
         numbers: format of what follows, as of ``struct``.
+
+    Attributes:
+        lock: to be held from the first word written until the launch has copied them: two threads may call one plan.
     """
 
     def __init__(self, addresses: int, numbers: str) -> None:
         self._addresses, self._numbers = Struct(f"{addresses}Q"), Struct(numbers)
         self.size = self._addresses.size + self._numbers.size
+        self.lock = threading.Lock()
         self._room = ctypes.create_string_buffer(self.size)
 
     @property

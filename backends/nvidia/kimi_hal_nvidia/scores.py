@@ -150,20 +150,21 @@ class Scorer:
             out.shape,
             out.stride(),
         )
-        if facts != self.facts:
-            self.learn(given, out)
-            self.facts = facts
-        self.parameters.point(
-            q.data_ptr(),
-            q_scale.data_ptr(),
-            weights.data_ptr(),
-            cache.data_ptr(),
-            table.data_ptr(),
-            row_req.data_ptr(),
-            row_len.data_ptr(),
-            out.data_ptr(),
-        )
-        self.launch(self.blocks, 1, self.stream())
+        with self.parameters.lock:
+            if facts != self.facts:
+                self.learn(given, out)
+                self.facts = facts
+            self.parameters.point(
+                q.data_ptr(),
+                q_scale.data_ptr(),
+                weights.data_ptr(),
+                cache.data_ptr(),
+                table.data_ptr(),
+                row_req.data_ptr(),
+                row_len.data_ptr(),
+                out.data_ptr(),
+            )
+            self.launch(self.blocks, 1, self.stream())
 
     def learn(self, given: Operands, out: Tensor) -> None:
         """Write down the numbers of these shapes."""

@@ -67,16 +67,17 @@ class Attention:
     ) -> None:
         """Fill ``out`` and ``lse_out``; there is at least one row. The operands are the operator's own."""
         operands = (q, cache, indices, k_scale, q_scale, index_len, block_table, row_req, out, lse_out)
-        self.parameters.point(*map(address, operands))
-        self.parameters.tell(
-            *(*q.stride()[:2], cache.stride(0), indices.stride(0)),
-            *(stride(index_len), stride(block_table), stride(row_req)),
-            *(*out.stride()[:2], lse_out.stride(0)),
-            *(indices.shape[1], cache.shape[0]),
-            *((0, 0) if block_table is None else block_table.shape),
-            *self.fixed,
-        )
-        self.launch(q.shape[0] * self.blocks * self.parts, 1, self.stream(), self.parts)
+        with self.parameters.lock:
+            self.parameters.point(*map(address, operands))
+            self.parameters.tell(
+                *(*q.stride()[:2], cache.stride(0), indices.stride(0)),
+                *(stride(index_len), stride(block_table), stride(row_req)),
+                *(*out.stride()[:2], lse_out.stride(0)),
+                *(indices.shape[1], cache.shape[0]),
+                *((0, 0) if block_table is None else block_table.shape),
+                *self.fixed,
+            )
+            self.launch(q.shape[0] * self.blocks * self.parts, 1, self.stream(), self.parts)
 
 
 def build_sparse_mla(ctx: BuildContext) -> Callable[..., Any]:

@@ -104,19 +104,20 @@ class Selector:
             row_req is not None and row_req.stride(),
             pages,
         )
-        if facts != self.facts:
-            self.learn(scores, row_len, row_start, out, scores_out, table, row_req, pages)
-            self.facts = facts
-        self.parameters.point(
-            at,
-            row_len.data_ptr(),
-            0 if row_start is None else row_start.data_ptr(),
-            out.data_ptr(),
-            scores_out.data_ptr(),
-            0 if table is None else table.data_ptr(),
-            0 if row_req is None else row_req.data_ptr(),
-        )
-        self.launch[self.what](scores.shape[0] * self.blocks, 1, self.stream(), self.blocks)
+        with self.parameters.lock:
+            if facts != self.facts:
+                self.learn(scores, row_len, row_start, out, scores_out, table, row_req, pages)
+                self.facts = facts
+            self.parameters.point(
+                at,
+                row_len.data_ptr(),
+                0 if row_start is None else row_start.data_ptr(),
+                out.data_ptr(),
+                scores_out.data_ptr(),
+                0 if table is None else table.data_ptr(),
+                0 if row_req is None else row_req.data_ptr(),
+            )
+            self.launch[self.what](scores.shape[0] * self.blocks, 1, self.stream(), self.blocks)
 
     def learn(
         self,
