@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -63,22 +63,40 @@ APART = {"split", "split_bits"}
 class Allowance:
     """What is still to be tried beyond the values, while an implementation's cases are tried in turn.
 
+    Where any are to be tried, a case is tried too that has an operand which none before it had: what a call keeps of
+    another may be any of them.
+
     Args:
         relations: on so many more cases that show what relations can.
         lasting: whether no case has yet shown that results last.
+        shown: names of the operands of the cases that they were tried on.
     """
 
     relations: int
     lasting: bool = True
+    shown: set[str] = field(default_factory=set)
 
-    def effort(self, repeats: int) -> Effort:
-        """Return how much the next case is to try."""
-        return Effort(repeats, self.relations > 0, self.lasting or self.relations > 0)
+    def effort(self, repeats: int, operands: Set[str] = frozenset()) -> Effort:
+        """Return how much the next case is to try, which has operands of these names."""
+        relations = self.relations > 0 or bool(self.shown and operands - self.shown)
+        return Effort(repeats, relations, self.lasting or relations)
 
-    def spend(self, tried: Iterable[str]) -> None:
+    def spend(self, tried: Iterable[str], operands: Set[str] = frozenset()) -> None:
         """Take off what a case has tried."""
-        self.relations -= bool(APART & {*tried})
+        if APART & {*tried}:
+            self.relations -= 1
+            self.shown |= operands
         self.lasting = self.lasting and LASTING not in tried
+
+
+def operand_names(case: Case, seed: int) -> Set[str]:
+    """Return the names of the operands that a case gives; none where it has ranks or cannot be drawn here."""
+    if case.ranks or case.sparse:
+        return frozenset()
+    try:
+        return {name for name, value in drawn(case, seed).items() if value is not None}
+    except Exception:  # whoever runs the case says why
+        return frozenset()
 
 
 @dataclass(frozen=True)

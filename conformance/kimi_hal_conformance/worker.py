@@ -33,7 +33,7 @@ from kimi_hal_conformance.execute import described, run_case
 from kimi_hal_conformance.integrity import Integrity
 from kimi_hal_conformance.levels import SPEED
 from kimi_hal_conformance.messages import SHRINKING, Batch, Done, Ended, Shrunk, Started, Timed, send
-from kimi_hal_conformance.promises import Allowance, Effort
+from kimi_hal_conformance.promises import Allowance, Effort, operand_names
 from kimi_hal_conformance.shrink import described as operands_of
 from kimi_hal_conformance.shrink import smallest
 from kimi_hal_conformance.speed.timing import UntimedError, timed
@@ -107,11 +107,13 @@ def run(batch: Batch, answers: int, judge: Integrity) -> None:
     for case_id in batch.cases:
         signal.alarm(math.ceil(PATIENCE * batch.limit) + 60)
         claimed = case_id in cases.MADE
-        effort = Effort(min(batch.repeats, 1)) if claimed else left.effort(batch.repeats)
-        verdict = run_case(cases.get(case_id), subject, batch.seed, effort)
+        case_ = cases.get(case_id)
+        operands = frozenset() if claimed else operand_names(case_, batch.seed)
+        effort = Effort(min(batch.repeats, 1)) if claimed else left.effort(batch.repeats, operands)
+        verdict = run_case(case_, subject, batch.seed, effort)
         if tampered := judge.problems():
             verdict = msgspec.structs.replace(verdict, status=FAILED, problems=tuple(tampered))
-        left.spend(verdict.promises)
+        left.spend(verdict.promises, operands)
         first, waiting = waiting and verdict.status == PASSED, waiting and verdict.status != PASSED
         if first and batch.untimed:
             verdict = msgspec.structs.replace(verdict, untried=verdict.untried | {SPEED: batch.untimed})

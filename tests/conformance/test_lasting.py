@@ -11,8 +11,10 @@ from plugin_package import installed, write
 
 from kimi_hal.ops.operator import OutputShape
 from kimi_hal_conformance import calls, suite
+from kimi_hal_conformance import case as cases
+from kimi_hal_conformance.cases import load
 from kimi_hal_conformance.levels import LASTING
-from kimi_hal_conformance.promises import Allowance, Effort
+from kimi_hal_conformance.promises import Allowance, Effort, operand_names
 from kimi_hal_conformance.request import Request
 from kimi_hal_conformance.schema import Report
 from kimi_hal_conformance.verdict import FAILED, PASSED, Verdict
@@ -165,6 +167,31 @@ def test_relations_bring_it_with_them() -> None:
     assert left.effort(1) == Effort(1, relations=True, lasting=True)
     left.spend([LASTING, "split"])
     assert left.effort(1) == Effort(1)
+
+
+def test_relations_are_tried_where_an_operand_is_given_for_the_first_time() -> None:
+    left, plain = Allowance(1), {"x"}
+    left.spend([LASTING, "purity", "split"], plain)
+    assert left.effort(0, plain) == Effort(0)
+    assert left.effort(0, plain | {"scale"}) == Effort(0, relations=True, lasting=True)
+    left.spend(["purity"], plain | {"scale"})  # no rows: not shown yet
+    assert left.effort(0, plain | {"scale"}).relations
+    left.spend(["purity", "split"], plain | {"scale"})
+    assert left.effort(0, plain | {"scale"}) == Effort(0)
+
+
+def test_an_operand_brings_no_relations_where_none_are_to_be_tried() -> None:
+    left = Allowance(0, lasting=False)
+    left.spend(["deterministic"], {"x"})
+    assert left.effort(1, {"x", "scale"}) == Effort(1)
+
+
+def test_cases_of_ranks_and_of_gigabytes_name_no_operands() -> None:
+    load()
+    ranked = next(c for c in cases.CASES.values() if c.ranks)
+    sparse = next(c for c in cases.CASES.values() if c.sparse)
+    assert operand_names(ranked, 0) == operand_names(sparse, 0) == frozenset()
+    assert "k_scale" in operand_names(cases.CASES["sparse_mla/fields/softmax-scale"], 0)
 
 
 def test_memory_that_is_handed_out_next_holds_poison(monkeypatch: pytest.MonkeyPatch) -> None:

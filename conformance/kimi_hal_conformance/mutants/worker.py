@@ -30,7 +30,7 @@ from kimi_hal_conformance.mutants.clone import Clone
 from kimi_hal_conformance.mutants.messages import Died, Job, Kill, Message, Outcome, Trying
 from kimi_hal_conformance.mutants.mutant import Mutant
 from kimi_hal_conformance.mutants.plugin import NAME
-from kimi_hal_conformance.promises import Allowance
+from kimi_hal_conformance.promises import Allowance, operand_names
 from kimi_hal_conformance.properties import PROPERTIES
 from kimi_hal_conformance.properties.property import violation
 from kimi_hal_conformance.shrink import described, smallest
@@ -135,13 +135,14 @@ def by_case(
     subject = Subject(f"{NAME}.{mutant.id}", "cpu", HostDevice())
 
     case = cases.get(test)
-    effort = left[case.operator].effort(0)
+    operands = operand_names(case, job.seed)
+    effort = left[case.operator].effort(0, operands)
 
     def verdict(case: Case) -> Verdict:
         return run_case(case, subject, job.seed, effort)
 
     found = verdict(case)
-    left[case.operator].spend(found.promises)
+    left[case.operator].spend(found.promises, operands)
     if found.status == REFUSED:
         refused.append(test)
     if found.status not in AGAINST:

@@ -70,5 +70,18 @@ add(
             operators=("moe_experts",),
             fault=18,
         ),
+        Mutant(
+            id="attend_scale_kept",
+            file="reference/sparse_mla.py",
+            old="_attend(spec, q[row].to(dtype), scale, cache, row_slots, k_scale)",
+            new=(
+                "_attend(spec, q[row].to(dtype), scale, cache, row_slots, k_scale if k_scale is None"
+                ' else globals().setdefault(f"at{k_scale.data_ptr()}", k_scale.clone()))'
+            ),
+            breaks="The scale of the latents is read once at each address and kept.",
+            imitates="https://github.com/flashinfer-ai/flashinfer/pull/4014",
+            passes="flashmla",
+            operators=("sparse_mla",),
+        ),
     )
 )
