@@ -42,11 +42,13 @@ CAPTURES = ("none", "piecewise", "full")
 
 #: Everything that an implementation may round beyond the contract. A class outside this list is refused.
 NUMERICS = {
+    "attn.k=bf16": "keys times their scales rounded to bfloat16 before both products",
     "attn.p=bf16": "attention probabilities rounded to bfloat16 before the value product",
     "attn.p=fp8": "attention probabilities rounded to FP8 before the value product",
     "kda.state=bf16": "recurrent state rounded to bfloat16 between chunks or steps",
     "kda.chunk=bf16": "decayed queries, keys and chunk products rounded to bfloat16",
     "logits=bf16": "index scores rounded to bfloat16 before selection although the Spec says float32",
+    "logits=fp8_sum": "index scores from FP8 products added with 13 fraction bits of the largest, not in float32",
     "moe.act=mxfp8": "expert activations quantised to MXFP8",
     "moe.act=fp8_block": "expert activations quantised to FP8 with a scale per 128",
     "moe.act=fp8_tensor": "expert activations quantised to FP8 with one scale a tensor",

@@ -18,7 +18,7 @@ from kimi_hal_conformance import case as cases
 from kimi_hal_conformance import suite
 from kimi_hal_conformance.calls import Called
 from kimi_hal_conformance.cases import load
-from kimi_hal_conformance.classes import DERIVATIONS, attention, chunked, derived, experts, recurrence
+from kimi_hal_conformance.classes import DERIVATIONS, attention, chunked, derived, experts, recurrence, sums
 from kimi_hal_conformance.classes.experts import F64
 from kimi_hal_conformance.judging import judged
 from kimi_hal_conformance.oracle import Answer, Question, answer
@@ -75,12 +75,14 @@ def e2m1_blocks(x: torch.Tensor) -> torch.Tensor:
 
 #: class -> what rounds more than it says.
 COARSER: dict[str, Callable[[Question], list[Answer]]] = {
+    "attn.k=bf16": lambda q: list(attention.of([e5m2], "keys")[q.op.name](q)),
     "attn.p=bf16": lambda q: list(attention.of([e5m2])[q.op.name](q)),
     "attn.p=fp8": lambda q: list(attention.of([lambda p: (p * 4).ceil() / 4])[q.op.name](q)),
     "kda.state=bf16": lambda q: list(recurrence.of(coarse_state)[q.op.name](q)),
     "kda.chunk=bf16": lambda q: list(
         recurrence.of(partial(chunked.kda_prefill, dtype=F64, narrow=e5m2))[q.op.name](q)
     ),
+    "logits=fp8_sum": lambda q: list(sums.scored(q, bits=4)),
     "moe.act=mxfp8": lambda q: list(experts.of(e2m1_blocks)[q.op.name](q)),
     "moe.act=fp8_block": lambda q: list(experts.of(e2m1_blocks)[q.op.name](q)),
     "moe.act=fp8_tensor": lambda q: list(experts.of(e2m1_blocks)[q.op.name](q)),
@@ -97,6 +99,8 @@ def coarse_state(spec, q, k, v, raw_g, raw_beta, A_log, dt_bias, state, *rest, *
 
 CASES = [
     *((case, name) for name in ("attn.p=bf16", "attn.p=fp8") for case in OF_ATTENTION),
+    ("sparse_mla/edges/scales-of-another-writer", "attn.k=bf16"),
+    ("indexer_logits/heads8", "logits=fp8_sum"),
     *((case, name) for name in ("kda.state=bf16", "kda.chunk=bf16") for case in OF_RECURRENCE),
     *((case, name) for name in NUMERICS if name.startswith("moe.") for case in OF_EXPERTS),
 ]
@@ -136,6 +140,7 @@ def test_who_rounds_more_than_declared_fails(case_id: str, name: str) -> None:
         ("moe_experts/small/rows9", "moe.act=fp8_block"),
         ("moe_experts/small/rows9", "moe.act=fp8_tensor"),
         ("indexer_logits/heads8", "logits=bf16"),
+        ("indexer_logits/heads8", "logits=fp8_sum"),
     ],
 )
 def test_who_rounds_and_does_not_say_so_fails(case_id: str, name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kimi_hal.dispatch.contract import Implementation
 from kimi_hal.triton.capabilities import implementations
+from kimi_hal_nvidia.adapters.claims import ADAPTERS
 from kimi_hal_nvidia.indexer_claims import INDEXER
 from kimi_hal_nvidia.sparse_mla_claims import SPARSE_MLA
 
@@ -13,4 +14,5 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *implementations(ARCHITECTURES),
     *INDEXER,
     *SPARSE_MLA,
+    *ADAPTERS,
 )

@@ -22,7 +22,7 @@ def raw_stream(index: int) -> Callable[[], int]:
 
 def on_device(device: str, run: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``run`` such that its device is current meanwhile, which only a second device makes necessary."""
-    if torch.cuda.device_count() == 1:
+    if torch.cuda.device_count() <= 1:
         return run
     index = device_index(device)
 

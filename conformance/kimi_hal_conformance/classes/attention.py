@@ -1,4 +1,4 @@
-"""Probabilities that are rounded before the value product, in sparse attention and in the step that holds it."""
+"""Probabilities or keys that are rounded before a product, in sparse attention and in the step that holds it."""
 
 from __future__ import annotations
 
@@ -27,6 +27,11 @@ def bf16(p: Tensor, factor: float) -> Tensor:
     return (p * factor).to(torch.bfloat16).to(F64) / factor
 
 
+def exact(x: Tensor) -> Tensor:
+    """Round nothing."""
+    return x
+
+
 def fp8(p: Tensor, factor: float) -> Tensor:
     """Round probabilities to e4m3fn as they are, the largest near 1: small ones vanish."""
     codes = minifloat.encode((p * factor).float(), minifloat.E4M3FN)
@@ -48,9 +53,10 @@ def attended(
     block_table: Tensor | None = None,
     row_req: Tensor | None = None,
     *,
-    narrow: Narrow,
+    narrow: Narrow = exact,
+    key: Narrow = exact,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``sparse_mla`` in float64, probabilities narrowed for the value product alone."""
+    """Return ``sparse_mla`` in float64, probabilities narrowed for the value product alone, keys for both."""
     out = q.new_zeros((q.shape[0], spec.num_heads, spec.kv_rank), dtype=F64)
     lse = q.new_full((q.shape[0], spec.num_heads), -torch.inf, dtype=F64)
     scale = spec.softmax_scale * (1.0 if q_scale is None else float(q_scale))
@@ -60,7 +66,7 @@ def attended(
         chosen = chosen[chosen >= 0]
         if not chosen.numel():
             continue
-        keys = formats.latent(spec.latent).read(cache, spec.page, chosen, k_scale, dtype=F64)
+        keys = key(formats.latent(spec.latent).read(cache, spec.page, chosen, k_scale, dtype=F64))
         logits = q[row].to(F64) @ keys.T * scale
         top = sparse_mla.finite_base(logits.amax(dim=1))
         weights = torch.exp(logits - top[:, None])
@@ -71,24 +77,31 @@ def attended(
     return out, lse if spec.return_lse else lse[:, :0]
 
 
-def of(narrows: Sequence[Narrow]) -> Mapping[str, Callable[[Question], Sequence[Answer]]]:
-    """Return the derivations of a class that narrows probabilities in one of these ways."""
+def of(
+    narrows: Sequence[Narrow], what: str = "probabilities"
+) -> Mapping[str, Callable[[Question], Sequence[Answer]]]:
+    """Return the derivations of a class that narrows probabilities, or ``"keys"``, in one of these ways."""
+    ways = [(exact, narrow) if what == "keys" else (narrow, exact) for narrow in narrows]
     return {
-        "sparse_mla": lambda question: [_sparse_mla(question, narrow) for narrow in narrows],
-        "dsa_decode": lambda question: [_dsa_decode(question, narrow) for narrow in narrows],
+        "sparse_mla": lambda question: [_sparse_mla(question, *way) for way in ways],
+        "dsa_decode": lambda question: [_dsa_decode(question, *way) for way in ways],
     }
 
 
-def _sparse_mla(question: Question, narrow: Narrow) -> Answer:
+def _sparse_mla(question: Question, narrow: Narrow, key: Narrow) -> Answer:
     spec: Any = question.spec
-    out, lse = attended(spec, **question.operands, narrow=narrow)
+    out, lse = attended(spec, **question.operands, narrow=narrow, key=key)
     return Answer({"out": out, "lse_out": lse}, {})
 
 
-def _dsa_decode(question: Question, narrow: Narrow) -> Answer:
+def _dsa_decode(question: Question, narrow: Narrow, key: Narrow) -> Answer:
     spec: Any = question.spec
     parts = dict(composites.reference_parts("dsa_decode", spec, F64, question.group))
-    parts["sparse_mla"] = partial(attended, spec.attn, narrow=narrow)
+    parts["sparse_mla"] = partial(attended, spec.attn, narrow=narrow, key=key)
     group = question.group if spec.dcp.world > 1 else None
     out, lse = composites.compose_dsa_decode(spec, parts, group)(**question.operands)
     return Answer({"out": out, "lse_out": lse}, {})
+
+
+#: Keys rounded: there is one way.
+KEYS = of((partial(bf16, factor=1.0),), "keys")
