@@ -331,7 +331,8 @@ def kda_prefill(
     Edge rules: a padding sequence, and rows at or beyond ``cu_seqlens[N]``, give zeros and touch no state; so
     does a sequence whose slot is out of range. An empty sequence leaves its slot as it is, bit for bit.
     ``cu_seqlens`` starts at 0, never decreases and ends at or before T. A slot that two live sequences name
-    is an error in checked mode. A checkpoint beyond its sequence is not stored. T = 0 and N = 0 are legal.
+    is an error in checked mode. A checkpoint beyond its sequence is not stored. A row that is not finite reaches
+    its own output, its state and what comes after it, never a row before it. T = 0 and N = 0 are legal.
 
     Source: flash-linear-attention ``fla/ops/kda/naive.py``; state orientation as FlashKDA and vLLM hold it.
     """

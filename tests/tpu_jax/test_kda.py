@@ -166,6 +166,41 @@ def test_what_continues_from_a_checkpoint_has_the_bits_of_the_run_that_wrote_it(
     assert (continued[SAVED[0]] == pool[SLOTS[0]]).all()
 
 
+#: A place in the middle of the first sequence's first chunk; its state goes on to two more, and to a checkpoint.
+ROW, HEAD, CHANNEL = 29, 1, 3
+
+
+@pytest.fixture(scope="module")
+def ordinary() -> tuple[Any, Any, Any]:
+    """Return operands, the traced prefill, and what it gives for them."""
+    given, run = operands(), program()
+    return given, run, run(given)
+
+
+def check_broken_row(name: str, value: float, given: dict[str, Any], run: Any, clean: Any) -> None:
+    """Hold a call with one number that is not finite against the call without it, and against the recurrence."""
+    broken = given[name].copy()
+    broken[(ROW, HEAD, CHANNEL)[: broken.ndim]] = value
+    out, pool = run(given | {name: broken})
+    with np.errstate(all="ignore"):
+        expected_out, expected_pool = expected(given | {name: broken})
+    before = np.ones(out.shape, np.bool_)
+    before[ROW : CUTS[1], HEAD] = False
+    assert (out == clean)[before].all()
+    assert np.allclose(out, expected_out, rtol=2.0**-7, atol=2.0**-8, equal_nan=True)
+    assert np.allclose(pool, expected_pool, rtol=1e-4, atol=1e-5, equal_nan=True)
+    assert not races_found()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", ["q", "k", "v", "raw_g", "raw_beta"])
+def test_a_row_that_is_not_finite_changes_no_bit_before_it_and_behind_it_what_the_recurrence_does(
+    name: str, value: float, ordinary: tuple[Any, Any, Any]
+) -> None:
+    given, run, (clean, _) = ordinary
+    check_broken_row(name, value, given, run, clean)
+
+
 def check_rows(heads: int) -> None:
     """Hold rows of several groups of heads against the recurrence: the last group may not be full."""
     spec = KDASpec(num_heads=heads, head_dim=8, gate="log", qk_norm=False, scale=1.0, checkpoints=True)
@@ -301,3 +336,12 @@ def test_a_buffer_that_fills_before_it_is_stored_is_a_race_that_the_detector_fin
     monkeypatch.setattr(recurrence, "_drain", lambda ring, step, back: None)
     with pytest.raises(AssertionError):
         check_rows(3)
+
+
+def test_products_over_a_row_that_is_no_number_would_be_seen(
+    monkeypatch: pytest.MonkeyPatch, ordinary: tuple[Any, Any, Any]
+) -> None:
+    monkeypatch.setattr(chunks, "ordinary", lambda given, count: count)
+    given, _, (clean, _) = ordinary
+    with pytest.raises(AssertionError):
+        check_broken_row("k", np.nan, given, program(), clean)

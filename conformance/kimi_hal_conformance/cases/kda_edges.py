@@ -79,6 +79,22 @@ def zeros_of_both_signs(make: Make) -> Make:
     return wrapped
 
 
+def broken(spec: KDASpec, names: Sequence[str]) -> Make:
+    """Return sequences that have one NaN in a row in their middle, each in another operand."""
+    lengths = (20, 12, 17)[: len(names)]
+    make = prefill_operands(spec, lengths)
+
+    def wrapped(g: torch.Generator) -> Operands:
+        operands, first = dict(make(g)), 0
+        for name, length in zip(names, lengths, strict=True):
+            place = (first + length // 2, 1, 5)
+            operands[name][place[: operands[name].ndim]] = torch.nan
+            first += length
+        return operands
+
+    return wrapped
+
+
 def elsewhere(spec: KDASpec, accepted: Sequence[int], lens: Sequence[int] = ()) -> Make:
     """Return a commit whose results go to other slots, the last one's nowhere.
 
@@ -131,6 +147,9 @@ def cases() -> Iterator[Case]:
     zeros = zeros_of_both_signs(conv_operands(plain, (1, 2, 5)))
     yield Case("kda_conv/edges/signed-zeros", "kda_conv", plain, LIMITS, zeros, since=INTERP, fault=19)
     chunks = prefill_operands(spec, (66, 1, 64, 2))
+    for label, names in (("qkv", ("q", "k", "v")), ("gates", ("raw_g", "raw_beta"))):
+        name = f"kda_prefill/edges/nan-in-a-row/{label}"
+        yield Case(name, "kda_prefill", plain, LIMITS, broken(plain, names), since=INTERP, fault=9)
     yield Case("kda_prefill/edges/around-a-chunk", "kda_prefill", spec, LIMITS, chunks, fault=9)
 
 
@@ -139,6 +158,7 @@ WHY = {
     "kda_decode/edges/small-norm": "Rows so small that the norm's epsilon decides.",
     "kda_prefill/edges/small-norm": "Rows so small that the norm's epsilon decides.",
     "kda_prefill/edges/around-a-chunk": "Sequences that end two rows behind a chunk, on it, and after one row.",
+    "kda_prefill/edges/nan-in-a-row": "A NaN reaches its row and later ones; by 0 · NaN in a product, earlier ones.",
     "kda_prefill/edges/checkpoints": "A fresh sequence's state at 0 rows is zero; one beyond the end is not stored.",
     "kda_conv/edges/signed-zeros": "Stored inputs keep their bits: −0 stays −0, of this call and of before it.",
     "kda_verify/edges/rows-behind": "Rows behind the last sequence give zeros, whatever they hold.",

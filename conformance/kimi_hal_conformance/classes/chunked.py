@@ -9,7 +9,7 @@ Inside a chunk of C tokens, with G the running sum of the log decays and S the s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 
 import torch
@@ -56,7 +56,7 @@ def kda_prefill(
         fresh = None if has_initial_state is None else ~has_initial_state[n : n + 1]
         states = load(state, runs.slot[n : n + 1], dtype, fresh)
         first, length, stop = int(runs.start[n]), int(runs.length[n]), int(count[n])
-        for begin, end in _pieces(length, chunk, stop):
+        for begin, end in _pieces(length, chunk, [stop, *_broken(tokens, first, length)]):
             rows = torch.arange(first + begin, first + end)
             if begin < end:
                 o[rows], states = _chunk(tokens, rows, states, dtype, narrow)
@@ -67,9 +67,20 @@ def kda_prefill(
     return o
 
 
-def _pieces(length: int, chunk: int, stop: int) -> list[tuple[int, int]]:
-    """Return where chunks begin and end; one ends at the checkpoint, which may stand before the first token."""
-    ends = sorted({*range(chunk, length, chunk), length, *([stop] if 0 <= stop <= length else [])})
+def _broken(tokens: Tokens, first: int, length: int) -> list[int]:
+    """Return the row that is the first of a sequence with a number that is not finite, and the one behind it.
+
+    It is a chunk by itself: products of it with 0 would be NaN in rows before it.
+    """
+    rows = torch.arange(first, first + length)
+    given = [x[rows].flatten(1) for x in (tokens.q, tokens.k, tokens.v, tokens.raw_g, tokens.raw_beta)]
+    found = ~torch.cat([x.isfinite() for x in given], dim=1).all(dim=1)
+    return [at + behind for at in found.nonzero().flatten().tolist()[:1] for behind in (0, 1)]
+
+
+def _pieces(length: int, chunk: int, stops: Iterable[int]) -> list[tuple[int, int]]:
+    """Return where chunks begin and end; one ends at each of ``stops``, which may stand before the first token."""
+    ends = sorted({*range(chunk, length, chunk), length, *(stop for stop in stops if 0 <= stop <= length)})
     return list(pairwise((0, *ends)))
 
 

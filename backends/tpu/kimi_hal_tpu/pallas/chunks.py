@@ -10,6 +10,9 @@ Inside a chunk of C rows, with G the running sum of the log decays and S the sta
 then. Rows t and j whose numbers first differ in the bit m are cut at the end of the first half of the 2m rows that
 hold both, so one product a bit gives all pairs of it. The same blocks invert 1 + L from the diagonal outwards.
 What is exponentiated is a sum of decays, never a difference of sums: no factor is beyond 1, and none loses digits.
+
+Zero times what is not finite is no number, so a product over all rows would carry a NaN to the rows before it. A chunk
+ends for the products at the first row that is not finite; from there on its rows are taken one by one.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kimi_hal.ops.kda import KDASpec
-from kimi_hal_tpu.pallas import gates
+from kimi_hal_tpu.pallas import gates, recurrence
 from kimi_hal_tpu.pallas.mode import Array, Mode, Ref
 
 #: Rows of a chunk, a power of two.
@@ -38,9 +41,13 @@ HEADS = 4
 READ, ZERO, SAME = range(3)
 #: A log decay below this is nothing in float32; −inf times 0 would be NaN.
 NOTHING = -1e4
+#: Numbers from here on, infinities among them, are left to the form row by row: products of them may overflow.
+HUGE = 2.0**100
 #: bfloat16 terms of a float32 number, and how many of the one factor's meet each of the other's, the smallest first:
 #: what is left out is below 24 bits.
 TERMS, MET = 3, (1, 2, 3)
+#: q, k, v, log decays and beta of a chunk.
+Rows = tuple[Array, ...]
 #: Dimensions of two factors over which products are summed.
 Contracted = tuple[tuple[int, ...], tuple[int, ...]]
 ROWS_BY_ROWS, COLUMNS_BY_ROWS, COLUMNS_BY_COLUMNS = ((1,), (1,)), ((1,), (0,)), ((0,), (0,))
@@ -150,9 +157,16 @@ def _kernel(*refs: Ref, spec: KDASpec, names: Sequence[str]) -> None:
 
     @pl.when(count > 0)
     def _advance() -> None:
+        ends = []
         for head in range(heads):
-            out, state[head] = chunk(*operands(spec, at, head, count), at["spans"][...], state[head])
+            given = operands(spec, at, head)
+            ends.append(ordinary(given, count))
+            out, state[head] = chunk(*first(given, ends[-1]), at["spans"][...], state[head])
             at["out"][head, 0] = out.astype(jnp.bfloat16)
+
+        @pl.when(functools.reduce(jnp.minimum, ends) < count)
+        def _rest() -> None:
+            jax.lax.fori_loop(0, heads, lambda head, _: _one_by_one(spec, at, head, count), None)
 
     ends = [(at[name][j], number) for number, name in enumerate(("target", "saved"))]
     for do in ("start", "wait"):
@@ -164,19 +178,55 @@ def _kernel(*refs: Ref, spec: KDASpec, names: Sequence[str]) -> None:
                 getattr(pltpu.make_async_copy(state, there, at["moving"].at[number]), do)()
 
 
-def operands(spec: KDASpec, at: Mapping[str, Ref], head: int, count: Array) -> tuple[Array, ...]:
-    """Return q, k, v, log decays ``[C, D]`` and beta ``[C, 1]`` of a head, all 0 in rows that are not there."""
+def _one_by_one(spec: KDASpec, at: Mapping[str, Ref], head: Array, count: Array) -> None:
+    """Go on with a head from its first row that is not ordinary, to whose place its outputs and its state stand."""
+    given = operands(spec, at, head)
+    end = ordinary(given, count)
+    out, at["state"][head] = by_rows(
+        given, end, count, at["out"][head, 0].astype(jnp.float32), at["state"][head]
+    )
+    at["out"][head, 0] = out.astype(jnp.bfloat16)
+
+
+def operands(spec: KDASpec, at: Mapping[str, Ref], head: int | Array) -> Rows:
+    """Return q, k, v, log decays ``[C, D]`` and beta ``[C, 1]`` of a head; rows that are not there hold anything."""
     size = at["q"].shape[2]
-    there = jax.lax.broadcasted_iota(jnp.int32, (size, 1), 0) < count
     rate, bias = (at[name][head] if name in at else None for name in ("rate", "bias"))
-    found = (
+    return (
         gates.query(spec, at["q"][head, 0]),
         gates.key(spec, at["k"][head, 0]),
         at["v"][head, 0].astype(jnp.float32),
         jnp.maximum(gates.log_decay(spec, at["g"][head, 0], rate, bias), NOTHING),
         jnp.transpose(jnp.broadcast_to(at["beta"][head, 0], (8, size)))[:, :1],
     )
-    return tuple(jnp.where(there, x, 0.0) for x in found)
+
+
+def ordinary(given: Rows, count: Array) -> Array:
+    """Return how many of ``count`` rows stand before the first that holds a NaN, an infinity or a huge number."""
+    size = given[0].shape[0]
+    fits = functools.reduce(jnp.logical_and, [jnp.abs(x) < HUGE for x in given])
+    row = jax.lax.broadcasted_iota(jnp.int32, fits.shape, 0).astype(jnp.float32)
+    return jnp.minimum(jnp.min(jnp.where(fits, float(size), row)).astype(jnp.int32), count)
+
+
+def first(given: Rows, count: Array) -> Rows:
+    """Return rows, all 0 from ``count`` on."""
+    row = jax.lax.broadcasted_iota(jnp.int32, (given[0].shape[0], 1), 0)
+    return tuple(jnp.where(row < count, x, 0.0) for x in given)
+
+
+def by_rows(given: Rows, begin: Array, count: Array, out: Array, state: Array) -> tuple[Array, Array]:
+    """Return ``out`` with the rows from ``begin`` to ``count``, and the state after them; ``state [V, K]``: before."""
+    row = jax.lax.broadcasted_iota(jnp.int32, (out.shape[0], 1), 0)
+
+    def one(t: Array, carried: tuple[Array, Array]) -> tuple[Array, Array]:
+        out, state = carried
+        q, k, v, g, beta = (jnp.sum(jnp.where(row == t, x, 0.0), axis=0, keepdims=True) for x in given)
+        after = recurrence.corrected(state[None], k, v, jnp.exp(g), beta)
+        return jnp.where(row == t, recurrence.read(after, q), out), after[0]
+
+    found: tuple[Array, Array] = jax.lax.fori_loop(begin, count, one, (out, state))
+    return found
 
 
 def chunk(
