@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kimi_hal import formats
 from kimi_hal.formats import minifloat
+from kimi_hal.formats.latents import FlashMLALatent
 from kimi_hal.ops.sparse_mla import SparseMLASpec
 from kimi_hal.reference import composites, sparse_mla
 from kimi_hal_conformance.oracle import Answer, Question
@@ -66,7 +67,9 @@ def attended(
         chosen = chosen[chosen >= 0]
         if not chosen.numel():
             continue
-        keys = key(formats.latent(spec.latent).read(cache, spec.page, chosen, k_scale, dtype=F64))
+        keys = formats.latent(spec.latent).read(cache, spec.page, chosen, k_scale, dtype=F64)
+        if key is not exact:
+            keys = key(keys * scales_narrowed(spec, cache, chosen, k_scale, key))
         logits = q[row].to(F64) @ keys.T * scale
         top = sparse_mla.finite_base(logits.amax(dim=1))
         weights = torch.exp(logits - top[:, None])
@@ -75,6 +78,23 @@ def attended(
         out[row] = values / sparse_mla.denominator(total)[:, None]
         lse[row] = sparse_mla.log_sum(logits.amax(dim=1), total)
     return out, lse if spec.return_lse else lse[:, :0]
+
+
+def scales_narrowed(
+    spec: SparseMLASpec, cache: Tensor, slots: Tensor, k_scale: Tensor | None, key: Narrow
+) -> Tensor:
+    """Return what narrowing each key's scales multiplies its elements by, ``[n, 576]`` or ``[1]``."""
+    fmt = formats.latent(spec.latent)
+    if k_scale is not None:
+        return key(k_scale.to(F64)) / k_scale.to(F64)
+    factor = torch.ones(slots.shape[0], spec.kv_rank + spec.pe_dim, dtype=F64)
+    if isinstance(fmt, FlashMLALatent):
+        rows = cache[slots // spec.page].view(slots.shape[0], spec.page, fmt.row_bytes)
+        held = rows[torch.arange(slots.shape[0]), slots % spec.page, 512:528].contiguous().view(torch.float32)
+        scale = held.to(F64)
+        narrow = torch.where(scale.isfinite() & (scale != 0), key(scale) / scale, 1.0)
+        factor[:, : spec.kv_rank] = narrow.repeat_interleave(fmt.group, dim=1)
+    return factor
 
 
 def of(

@@ -8,6 +8,7 @@ the block table for each row, the score of a key that has no page.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from kimi_hal.dispatch.contract import BuildContext
 from kimi_hal.ops.indexer import logits_width
-from kimi_hal_nvidia.adapters import keys, libraries
+from kimi_hal_nvidia.adapters import keys, libraries, placed
 from kimi_hal_nvidia.adapters.sizes import ELEMENTS, SCALES, TOGETHER, prefill
 from kimi_hal_nvidia.streams import on_device
 
@@ -38,6 +39,25 @@ def library(name: str, arguments: tuple[str, ...]) -> Callable[..., Any]:
     return libraries.operator("deep_gemm", name, arguments)
 
 
+@dataclass(frozen=True)
+class Scored:
+    """What the library wrote, and where each row's keys stand.
+
+    Args:
+        scores: ``[T, >= keys]``; columns behind a row's keys hold anything.
+        counts: ``[T]`` int32, keys of each row.
+        table: ``[lines, columns]`` int32 pages.
+        line: ``[T]`` int32 line of each row; None: rows stand in order, ``each`` to a line.
+        each: rows of a line.
+    """
+
+    scores: Tensor
+    counts: Tensor
+    table: Tensor
+    line: Tensor | None = None
+    each: int = 1
+
+
 class Paged:
     """Scores rows against pages, one or two rows of a request together."""
 
@@ -52,21 +72,30 @@ class Paged:
         each = self.limits.rows_per_req if self.limits.uniform else 1
         return each if each <= TOGETHER and not rows % each else 1
 
-    def plan(self, row_len: Tensor, room: int) -> tuple[Tensor, Tensor]:
-        """Return the keys of each row and who computes which of them."""
-        rows = row_len.shape[0]
-        lengths = keys.counts(row_len, self.spec.dcp, room).view(-1, self.together(rows))
-        return lengths, self.schedule(lengths, PAGE, self.processors)
+    def plan(self, row_len: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the keys of each row, those of the longest row of each request, and who computes which of them.
 
-    def prepared(self, step: Tensor | None, row_len: Tensor, room: int) -> tuple[Tensor, Tensor]:
-        """Return what ``prepare`` left in a step buffer, or compute it now."""
-        if step is None:
-            return self.plan(row_len, room)
-        rows = row_len.shape[0]
-        numbers = step.view(torch.int32)
-        schedule = numbers[: 2 * (self.processors + 1)].view(-1, 2)
-        lengths = numbers[schedule.numel() : schedule.numel() + rows].view(-1, self.together(rows))
-        return lengths.clamp(max=room), schedule
+        The library reads as many keys for a request as its last row has.
+        """
+        each = self.together(row_len.shape[0])
+        counts = keys.counts(row_len, self.spec.dcp, room)
+        longest = counts.view(-1, each)
+        if each > 1:
+            longest = longest.amax(1, keepdim=True).expand(-1, each).contiguous()
+        return counts, longest, self.schedule(longest, PAGE, self.processors)
+
+    def fill(self, step: Tensor, row_len: Tensor, room: int) -> None:
+        """Write a plan into a step buffer."""
+        at, numbers = 0, step.view(torch.int32)
+        for part in reversed(self.plan(row_len, room)):
+            numbers[at : at + part.numel()] = part.view(-1)
+            at += part.numel()
+
+    def prepared(self, step: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what ``fill`` wrote."""
+        size = 2 * (self.processors + 1)
+        schedule, longest, counts = step.view(torch.int32)[: size + 2 * rows].split((size, rows, rows))
+        return counts, longest.view(-1, self.together(rows)), schedule.view(-1, 2)
 
     def __call__(
         self,
@@ -79,24 +108,26 @@ class Paged:
         step: Tensor | None,
         workspace: Tensor | None,
         room: int,
-    ) -> tuple[Tensor, Tensor]:
-        """Return scores ``[T, whole pages]`` and which pages are missing, by row."""
+    ) -> Scored:
+        """Score every row."""
         rows, heads = q.shape[:2]
         each, width = self.together(rows), -(-room // PAGE) * PAGE
-        lengths, schedule = self.prepared(step, row_len, room)
+        if step is None or width < block_table.shape[1] * PAGE:  # lengths of a plan are those of whole tables
+            counts, longest, schedule = self.plan(row_len, room)
+        else:
+            counts, longest, schedule = self.prepared(step, rows)
         table = keys.lines(block_table, row_req, row_len, each)
-        absent = keys.missing(table[:, : width // PAGE], cache.shape[0])
         scores = self.score(
             q.view(rows // each, each, heads, 128),
             None,
             cache.as_strided((cache.shape[0], PAGE, 1, 132), (cache.stride(0), 132, 132, 1)),
             weights,
-            lengths,
+            longest,
             table,
             schedule,
             width,
         )
-        return scores, absent.repeat_interleave(each, 0) if each > 1 else absent
+        return Scored(scores, counts, table, each=each)
 
 
 class Gathered:
@@ -117,16 +148,16 @@ class Gathered:
         step: Tensor | None,
         workspace: Tensor | None,
         room: int,
-    ) -> tuple[Tensor, Tensor]:
-        """Return scores ``[T, whole pages]`` and which pages are missing, by row."""
+    ) -> Scored:
+        """Score every row."""
         pages = -(-room // PAGE)
         table = block_table[:, :pages]
         elements, scales = gather(cache, table, workspace)
         line = row_req.where(row_len > 0, 0).clamp(0, table.shape[0] - 1)
+        counts = keys.counts(row_len, self.spec.dcp, room)
         start = line * (pages * PAGE)
-        end = start + keys.counts(row_len, self.spec.dcp, room)
-        scores = self.score(q, None, elements, scales, weights, start, end, pages * PAGE)
-        return scores, keys.missing(table, cache.shape[0]).index_select(0, line)
+        scores = self.score(q, None, elements, scales, weights, start, start + counts, pages * PAGE)
+        return Scored(scores, counts, table, line)
 
 
 def gather(cache: Tensor, table: Tensor, workspace: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -143,18 +174,6 @@ def gather(cache: Tensor, table: Tensor, workspace: Tensor | None) -> tuple[Tens
     torch.index_select(cache[:, ELEMENTS : ELEMENTS + SCALES], 0, pages, out=scales)
     numbers = elements.view(torch.float8_e4m3fn).view(count * PAGE, 128)
     return numbers, scales.view(torch.float32).view(count * PAGE)
-
-
-def finish(scores: Tensor, absent: Tensor, out: Tensor, room: int) -> None:
-    """Write scores where they belong; a key without a page scores −inf."""
-    if not room % PAGE:
-        shape = (scores.shape[0], room // PAGE, PAGE)
-        pages = out[:, :room].as_strided(shape, (out.stride(0), PAGE, 1), out.storage_offset())
-        found = scores.as_strided(shape, (scores.stride(0), PAGE, 1))
-        torch.ops.aten.masked_fill.Scalar_out(found, absent[:, :, None], -torch.inf, out=pages)
-        return
-    absent = absent.repeat_interleave(PAGE, 1)[:, :room]
-    out[:, :room] = scores[:, :room].masked_fill(absent, -torch.inf)
 
 
 def build_indexer_logits(ctx: BuildContext) -> Callable[..., Any]:
@@ -192,8 +211,10 @@ def build_indexer_logits(ctx: BuildContext) -> Callable[..., Any]:
             out = q.new_empty((q.shape[0], width), dtype=torch.float32)
         room = min(out.shape[1], block_table.shape[1] * PAGE)
         if q.shape[0] and room and block_table.shape[0] and cache.shape[0]:
-            scores, absent = score(q, weights, cache, block_table, row_req, row_len, step, workspace, room)
-            finish(scores, absent, out, room)
+            found = score(q, weights, cache, block_table, row_req, row_len, step, workspace, room)
+            placed.place(
+                found.scores, found.counts, found.table, found.line, found.each, cache.shape[0], out, room
+            )
         elif q.shape[0]:
             out.fill_(-torch.inf)  # no key has a page
         return out
@@ -218,9 +239,6 @@ def prepare_indexer_logits(ctx: BuildContext) -> Callable[..., None]:
         max_context: Any = None,
     ) -> None:
         if row_len.shape[0]:
-            lengths, schedule = paged.plan(row_len, block_table.shape[1] * PAGE)
-            numbers = step.view(torch.int32)
-            numbers[: schedule.numel()] = schedule.view(-1)
-            numbers[schedule.numel() : schedule.numel() + lengths.numel()] = lengths.view(-1)
+            paged.fill(step, row_len, block_table.shape[1] * PAGE)
 
     return fill

@@ -7,6 +7,7 @@ and −inf here. Probabilities, and keys times their scales, are rounded to bflo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +29,7 @@ PREFILL = ("q", "kv", "indices", "sm_scale", "d_v", "attn_sink", "topk_length")
 VLLM_PREFILL = (*PREFILL, "out_")
 #: Heads that the kernels take, and indices that they take at a time.
 HEADS, INDICES = (64, 128), 128
-RECORD = 656
+RECORD, ROW = 656, 1152
 
 
 def operators() -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -60,6 +61,13 @@ class Attention:
         self.decode, self.prefill = operators()
         self.heads = next(h for h in HEADS if h >= spec.num_heads)
 
+    def units(self, cache: Tensor) -> tuple[int, int]:
+        """Return how far a page and a row of it are, in what the kernel's indices count."""
+        if self.spec.latent == "latent.flashmla.656":
+            return self.spec.page, 1
+        unit = math.gcd(cache.stride(0), ROW)
+        return cache.stride(0) // unit, ROW // unit
+
     def records(self, q: Tensor, cache: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
         """Attend to records: out ``[T, heads, 512]`` and its LSE ``[T, heads]``."""
         page, row = self.spec.page, RECORD
@@ -70,8 +78,14 @@ class Attention:
         return out[:, 0], lse[:, :, 0]
 
     def rows(self, q: Tensor, cache: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Attend to bfloat16 rows: out ``[T, heads, 512]`` and its LSE ``[T, heads]``."""
-        kv = cache.view(torch.bfloat16).view(-1, 1, 576)
+        """Attend to bfloat16 rows: out ``[T, heads, 512]`` and its LSE ``[T, heads]``.
+
+        ``index`` counts in the largest units that pages and rows are whole multiples of, so that a page may have any
+        stride: the library multiplies an index by one stride.
+        """
+        unit = math.gcd(cache.stride(0), ROW) // 2
+        rows = ((cache.shape[0] - 1) * cache.stride(0) + (self.spec.page - 1) * ROW) // (2 * unit) + 1
+        kv = cache.view(torch.bfloat16).as_strided((rows, 1, 576), (unit, 576, 1))
         out, _, lse = self.prefill(q, kv, index[:, None], self.spec.softmax_scale, 512, None, None)
         return out, lse
 
@@ -127,7 +141,8 @@ def build_sparse_mla(ctx: BuildContext) -> Callable[..., Any]:
         if lse_out is None:
             lse_out = q.new_empty((rows, lse_width), dtype=torch.float32)
         if rows:
-            index = slots.turn(spec, indices, index_len, block_table, row_req, cache.shape[0], INDICES)
+            units = attend.units(cache)
+            index = slots.turn(spec, indices, index_len, block_table, row_req, cache.shape[0], INDICES, units)
             found, lse = attend(q, cache, index)
             out.copy_(found)
             if lse_width:

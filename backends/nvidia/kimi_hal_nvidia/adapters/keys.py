@@ -28,8 +28,3 @@ def lines(block_table: Tensor, row_req: Tensor, row_len: Tensor, together: int) 
     """
     request = row_req.where(row_len > 0, 0).view(-1, together).amax(1)
     return block_table.index_select(0, request.clamp(0, block_table.shape[0] - 1))
-
-
-def missing(table: Tensor, pages: int) -> Tensor:
-    """Tell which entries of a block table name no page of the cache."""
-    return (table < 0) | (table >= pages)

@@ -27,7 +27,7 @@ def indexer_logits(spec: IndexerSpec, limits: Limits, arch: str) -> Sizes:
     if prefill(limits):
         pages = limits.max_reqs * -(-logits_width(spec, limits, 0) // spec.page)
         return Sizes(workspace=-(-pages * (ELEMENTS + SCALES) // 256) * 256)
-    return Sizes(step=-(-4 * (limits.max_rows + 2 * (PROCESSORS + 1)) // 256) * 256)
+    return Sizes(step=-(-4 * (2 * limits.max_rows + 2 * (PROCESSORS + 1)) // 256) * 256)
 
 
 def vllm_topk(spec: TopKSpec, limits: Limits, arch: str) -> Sizes:

@@ -31,6 +31,8 @@ def _turn(
     requests,
     columns,
     pages,
+    page_units,
+    row_units,
     SPACE: tl.constexpr,
     PAGE: tl.constexpr,
     WORLD: tl.constexpr,
@@ -55,7 +57,7 @@ def _turn(
             + tl.where((request >= 0) & (request < requests), request, 0).to(tl.int64) * table_stride
         )
     page, place, live = locate(index, live, table, columns, pages, SPACE, PAGE, WORLD, RANK, INTERLEAVE)
-    slot = tl.where(live, page * PAGE + place, -1).to(tl.int32)
+    slot = tl.where(live, page * page_units + place * row_units, -1).to(tl.int32)
     tl.store(out + row * padded + column, slot, mask=column < padded)
 
 
@@ -67,8 +69,9 @@ def turn(
     row_req: Any,
     pages: int,
     multiple: int,
+    units: tuple[int, int],
 ) -> Tensor:
-    """Return ``[T, k']`` int32 slots of the cache, ``k'`` the next multiple; there is at least one row.
+    """Return ``[T, k']`` int32 rows of the cache, ``k'`` the next multiple; there is at least one row.
 
     Args:
         spec: what an index means.
@@ -78,6 +81,7 @@ def turn(
         row_req: ``[T]`` int32 or None.
         pages: of the cache.
         multiple: that FlashMLA takes.
+        units: how far a page and a row of it are, in what FlashMLA's indices count.
     """
     rows, count = indices.shape
     padded = max(multiple, -(-count // multiple) * multiple)
@@ -97,6 +101,7 @@ def turn(
         padded,
         *table,
         pages,
+        *units,
         SPACE=spec.index_space,
         PAGE=spec.page,
         WORLD=spec.dcp.world,

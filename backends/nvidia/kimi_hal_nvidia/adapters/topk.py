@@ -36,7 +36,8 @@ def build_vllm(ctx: BuildContext) -> Callable[..., Any]:
         rows, width = scores.shape
         if out is None or not out.is_contiguous():
             out = scores.new_empty((rows, topk), dtype=torch.int32)
-        together = rows <= TOGETHER and not (rows < 8 and width > LONG)
+        even = not (width % 4 or scores.data_ptr() % 16)  # its copies are of whole 16 bytes
+        together = even and rows <= TOGETHER and not (rows < 8 and width > LONG)
         (cooperative if together else persistent)(scores, length, out, state, topk, width)
         return out  # type: ignore[no-any-return]
 
