@@ -15,11 +15,14 @@ from kimi_hal.ops import OPERATORS
 from kimi_hal_conformance.calls import Subject
 from kimi_hal_conformance.relations import captured
 from kimi_hal_conformance.relations.ground import Ground
+from kimi_hal_nvidia.adapters.claims import ADAPTERS
 from kimi_hal_nvidia.implementations import IMPLEMENTATIONS
 
-#: Operators of ranks are captured and compiled where there are several (``tests/parallel``).
+#: Operators of ranks are captured and compiled where there are several (``tests/parallel``); adapters need libraries.
 ALONE = [
-    i for i in IMPLEMENTATIONS if i.operator not in ("topk_merge", "all_gather") and "native" in i.execution
+    i
+    for i in IMPLEMENTATIONS
+    if i.operator not in ("topk_merge", "all_gather") and "native" in i.execution and i not in ADAPTERS
 ]
 NATIVE = [pytest.param(i.operator, f"nvidia.{i.name}", id=f"{i.operator}-{i.name}") for i in ALONE]
 OURS = sorted({i.operator for i in ALONE}, key=list(OPERATORS).index)

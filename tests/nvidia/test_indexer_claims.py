@@ -140,6 +140,14 @@ def test_a_launch_holds_addresses_strides_and_sizes(selector: Launched) -> None:
     assert selector.launched == [("short", 3, 1, 7, 1)]
 
 
+def test_rows_of_no_columns_all_begin_at_no_address(selector: Launched) -> None:
+    _, length, out, chosen = operands(3, 4)
+    selector(torch.empty(3, 0), length, None, out, chosen)
+    assert unpack_from("Q", selector.parameters.content) == (0,)
+    assert unpack_from("q", selector.parameters.content, 56) == (0,)
+    assert selector.launched == [("short", 3, 1, 7, 1)]
+
+
 def test_numbers_are_written_anew_where_shapes_change_and_change_back(selector: Launched) -> None:
     small, large = operands(1, 64), operands(2, 1 << 17)
     for x, length, out, chosen in (small, large, small):

@@ -137,7 +137,7 @@ class Selector:
         self.what = "short" if short else "wide" if rows < MANY_ROWS else "many"
         self.blocks = blocks_of(rows, width) if self.what == "wide" else 1
         self.parameters.tell(
-            scores.stride(0),
+            scores.stride(0) if width else 0,  # a row of nothing has no address, and none beside another's
             out.stride(0),
             scores_out.stride(0),
             0 if table is None else table.stride(0),
