@@ -72,6 +72,10 @@ class ShadowError(KimiHalError):
         super().__init__(f"{operator}: {implementation} differs in call {call}: " + "; ".join(self.reasons))
 
 
+class TableError(KimiHalError):
+    """A table of measurements cannot be read, or says nothing about this machine."""
+
+
 class FrozenError(KimiHalError):
     """A setting or policy changed after ``hal.freeze()``."""
 

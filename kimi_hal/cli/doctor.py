@@ -7,12 +7,14 @@ import importlib.metadata
 import os
 import platform
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import click
 
 from kimi_hal import __version__
 from kimi_hal.dispatch.loader import Loaded, Registry, load, problems_of_settings
+from kimi_hal.dispatch.policy import source_hash
+from kimi_hal.dispatch.tuned import Table
 from kimi_hal.errors import KimiHalError
 from kimi_hal.settings import Settings, variables
 
@@ -37,6 +39,8 @@ def command(ctx: click.Context, probe: bool, traceback: bool) -> None:
     problems += problems_of_settings(registry)
     for name in sorted(registry.backends):
         click.echo(describe(registry, name, probe))
+        if probe:
+            problems += tell_tables(registry, name)
     for name, failure in sorted(registry.failures.items()):
         problems.append(f"plugin {name}: {failure.message}")
         if traceback and failure.traceback:
@@ -81,6 +85,33 @@ def describe(registry: Registry, name: str, probe: bool) -> str:
         return f"{line}{lacks}; no device: {found.why}"
     facts = "".join(f", {key} {value}" for key, value in found.facts.items())
     return f"{line}{lacks}; {', '.join(found.devices) or 'present'} ({found.arch}){facts}"
+
+
+def tell_tables(registry: Registry, name: str) -> list[str]:
+    """Print a line for each table of measurements of a backend, and return what is wrong with the chosen one."""
+    try:
+        found = registry.tables(name)
+    except KimiHalError as error:
+        return [str(error)]
+    if found.used is not None:
+        table = found.used
+        changed = sorted(set(stale(registry.backends[name], table)))
+        since = f"; changed since: {', '.join(changed)}" if changed else ""
+        click.echo(
+            f"  table {table.label}: {len(table.lines)} lines, {table.device}, {table.measured}{since}"
+        )
+    for label, why in found.unused.items():
+        click.echo(f"  table {label}: not used: {why}")
+    return []
+
+
+def stale(loaded: Loaded, table: Table) -> Iterator[str]:
+    """Yield what a table ranks and whose sources are not those that were measured."""
+    for line in table.lines:
+        for entry in line.ranking:
+            own = [i for i in loaded.of(line.operator) if i.name == entry.implementation]
+            if not own or not source_hash(loaded.backend, own[0]).startswith(entry.source):
+                yield f"{line.operator}={loaded.name}.{entry.implementation}"
 
 
 def lacking(loaded: Loaded, facts: Mapping[str, str]) -> Counter[str]:

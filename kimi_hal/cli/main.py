@@ -16,6 +16,7 @@ from kimi_hal.errors import KimiHalError, nearest
 
 #: command -> (module that holds ``command``, one line of help)
 COMMANDS = {
+    "bench": ("kimi_hal.cli.bench", "Time the implementations that fit here, and write down the fastest."),
     "capacity": ("kimi_hal.cli.capacity", "Count the tokens and contexts that a memory holds."),
     "conformance": ("kimi_hal.cli.conformance", "Check a backend against the reference."),
     "doctor": ("kimi_hal.cli.doctor", "Say what is installed, what was found, and what is wrong."),

@@ -10,9 +10,12 @@ from kimi_hal.dispatch import composed, matching
 from kimi_hal.dispatch.contract import Backend, Capability, Implementation, Preference, Probe, Split
 from kimi_hal.dispatch.loader import Loaded, Registry, candidates
 from kimi_hal.dispatch.matching import Target
+from kimi_hal.dispatch.tuned import Decision, Entry
 from kimi_hal.dispatch.wish import REFERENCE, Request, Wish
 from kimi_hal.ops.operator import OPERATORS, Operator
 
+#: Rank of the fastest candidate of a table's line.
+TABLE = 1 << 30
 #: ``Backend.torch_device`` of code that runs wherever torch does.
 ANY_DEVICE = "*"
 
@@ -62,6 +65,7 @@ class Assessment:
         bars: what is asked for is something else.
         refusals: what it does not cover, or lacks here.
         preference: the one with the largest rank that matches, or ``None``.
+        entry: what a table of measurements says of it, or ``None``.
     """
 
     loaded: Loaded
@@ -71,6 +75,7 @@ class Assessment:
     bars: tuple[str, ...]
     refusals: tuple[str, ...]
     preference: Preference | None
+    entry: Entry | None = None
 
     @property
     def full_name(self) -> str:
@@ -105,11 +110,35 @@ class Assessment:
 def assess(request: Request, wish: Wish, registry: Registry) -> list[Assessment]:
     """Hold every loaded implementation of the operator against the request: the asked backend's first."""
     order = sorted(registry.backends, key=lambda n: (n != wish.backend, n == REFERENCE, n))
-    return [
+    found = [
         _assess(request, wish, registry.backends[name], registry.probe(name), implementation)
         for name in order
         for implementation in candidates(registry.backends[name], request.op.name)
     ]
+    decision = measured(request, wish, registry)
+    return found if decision is None else [_ranked(a, decision, wish) for a in found]
+
+
+def measured(request: Request, wish: Wish, registry: Registry) -> Decision | None:
+    """Return the line of the asked backend's table that is about a request, where it runs natively."""
+    if (
+        wish.backend is None
+        or request.settings.execution != "native"
+        or not registry.probe(wish.backend).present
+    ):
+        return None
+    return registry.tables(wish.backend).decide(request.op.name, request.spec, request.limits)
+
+
+def _ranked(found: Assessment, decision: Decision, wish: Wish) -> Assessment:
+    """Put what a table has measured before everything else, the fastest first."""
+    ranking = [e.implementation for e in decision.line.ranking]
+    if found.loaded.name != wish.backend or found.implementation.name not in ranking:
+        return found
+    place = ranking.index(found.implementation.name)
+    entry = decision.line.ranking[place]
+    preference = Preference(rank=TABLE - place, measured=f"{decision.place}: {entry.us:g} µs")
+    return replace(found, preference=preference, entry=entry)
 
 
 def _assess(request: Request, wish: Wish, loaded: Loaded, probe: Probe, item: Implementation) -> Assessment:

@@ -5,8 +5,8 @@ Whatever a plugin does wrong here is a PluginError at plan time that names the i
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from kimi_hal.dispatch import composed, signatures
@@ -31,6 +31,7 @@ class Place:
         device: the torch device.
         group: the ranks, or ``None``.
         settings: the plugin's own variables that are set.
+        configuration: what the builder is told.
     """
 
     op: Operator
@@ -39,6 +40,7 @@ class Place:
     device: str
     group: Any | None
     settings: dict[str, str]
+    configuration: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ def build(place: Place, choice: Choice) -> Built:
         ),
         settings=place.settings,
         parts=parts,
+        configuration=place.configuration,
     )
     run = _call(choice, implementation.build, lambda: _found(choice, implementation.build)(context))
     wrong = list(signatures.mismatches(place.op, run))

@@ -180,6 +180,9 @@ class Implementation:
         compile: optional; ``compile(target: Target)`` returns the ``Kernel`` descriptions that it launches there,
             which are compiled where the device is not (``kimi-hal conformance run --compile-only``).
         split: which compute unit does what, by architecture (``kimi-hal explain``); ``()`` = there is one kind.
+        configurations: optional; ``configurations(spec, limits, arch)`` returns the ``BuildContext.configuration``
+            values that ``kimi-hal bench --tune`` tries beside none. They change how fast it is, and neither its sizes
+            nor its properties.
     """
 
     operator: str
@@ -198,6 +201,7 @@ class Implementation:
     version: str = ""
     compile: str | None = None
     split: tuple[Split, ...] = ()
+    configurations: str | None = None
 
 
 @dataclass(frozen=True)
@@ -205,7 +209,8 @@ class BuildContext:
     """What a builder is given.
 
     ``check`` is the core's metadata helper for this operator and Spec. ``parts`` holds the plans of a
-    composite's parts by operator name, for its automatic implementation alone.
+    composite's parts by operator name, for its automatic implementation alone. ``configuration`` is what a table of
+    measurements found best, one of ``Implementation.configurations``; empty: the builder chooses.
     """
 
     operator: str
@@ -219,6 +224,7 @@ class BuildContext:
     check: Callable[..., None]
     settings: Mapping[str, str]
     parts: Mapping[str, Any] = field(default_factory=dict)
+    configuration: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -259,6 +265,8 @@ class Backend:
         targets: what its kernels can be compiled for without a device.
         facts: which names of ``Capability.requires`` are found by the probe (a driver), and are no library. Away
             from a device they are not required.
+        tables: tables of measurements that it ships, by globs relative to its package's parent
+            (``"kimi_hal_acme/tables/*.json"``); a backend that has some declares ``KIMI_HAL_<PLUGIN>_TUNE``.
     """
 
     name: str
@@ -274,3 +282,4 @@ class Backend:
     overrides_composites: tuple[str, ...] = ()
     targets: tuple[Target, ...] = ()
     facts: tuple[str, ...] = ()
+    tables: tuple[str, ...] = ()

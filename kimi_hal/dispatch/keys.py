@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from kimi_hal.ops.spec import Limits, Spec
@@ -23,6 +24,7 @@ def key(
     implementation: str,
     source_hash: str,
     rank: tuple[int, int] | None = None,
+    configuration: Mapping[str, int] | None = None,
 ) -> str:
     """Return 64 hexadecimal digits.
 
@@ -33,8 +35,10 @@ def key(
         implementation: full name.
         source_hash: ``sources.source_hash`` of that implementation.
         rank: (rank, world) of the group that the plan has, ``None`` without one.
+        configuration: what its builder was told.
     """
     parts = [operator, spec.to_dict(), limits.to_dict(), implementation, source_hash, rank]
+    parts += [dict(configuration)] if configuration else []
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint
 from typing import Any
 
-from kimi_hal.dispatch import hooks, points, validation
+from kimi_hal.dispatch import hooks, points, tuned, validation
 from kimi_hal.dispatch.contract import Backend, Implementation, Probe
 from kimi_hal.dispatch.failure import BrokenError, Failure, attempt, require, warn
+from kimi_hal.dispatch.tuned import Tables
 from kimi_hal.errors import PluginError, SettingsError, UnknownNameError, nearest, unknown
 from kimi_hal.settings import Settings, injected, owner
 
@@ -28,6 +29,7 @@ class Loaded:
     implementations: tuple[Implementation, ...]
     distribution: str = ""
     _probe: Probe | None = None
+    _tables: Tables | None = None
 
     @property
     def name(self) -> str:
@@ -90,6 +92,18 @@ class Registry:
         if self.named(name) and name in self.failures:
             raise self.failures[name].error()
         return loaded._probe
+
+    def tables(self, name: str) -> Tables:
+        """Return a loaded backend's tables of measurements as they are on this machine; read once, then kept.
+
+        Raises:
+            TableError: the one that its variable names cannot be used here.
+        """
+        loaded = self.backends[name]
+        if loaded._tables is None:
+            chosen = self.variables(name).get(tuned.variable(name))
+            loaded._tables = tuned.tables(loaded.backend, self.probe(name), chosen)
+        return loaded._tables
 
     def named(self, name: str) -> bool:
         """Tell whether the settings ask for this backend by name."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +48,7 @@ class Wanted:
         pair: the plan whose records this one reads, or ``None``.
         settings: the variables.
         registry: the loaded backends.
+        configuration: what the builder is told; ``None``: what a table of measurements says.
     """
 
     op: Operator
@@ -59,6 +60,7 @@ class Wanted:
     pair: Plan | None
     settings: Settings
     registry: Registry
+    configuration: Mapping[str, int] | None = None
 
     @property
     def named(self) -> str | None:
@@ -78,7 +80,8 @@ def make(wanted: Wanted) -> Plan:
     except Exception as error:
         ranks.fail(wanted.group, wanted.op.name, error)
         raise
-    shared = keys.shared(wanted.op.name, wanted.spec, wanted.limits, made.name, made.source_hash)
+    told = "".join(f" {name}={value}" for name, value in made.built.context.configuration.items())
+    shared = keys.shared(wanted.op.name, wanted.spec, wanted.limits, made.name + told, made.source_hash)
     ranks.agree(wanted.group, shared)
     PLANS.add(made)
     return made
@@ -116,7 +119,15 @@ def _make(wanted: Wanted) -> Plan:
         limits=wanted.limits,
         device=wanted.device,
         run=run,
-        key=keys.key(op.name, wanted.spec, wanted.limits, choice.full_name, source_hash, rank),
+        key=keys.key(
+            op.name,
+            wanted.spec,
+            wanted.limits,
+            choice.full_name,
+            source_hash,
+            rank,
+            built.context.configuration,
+        ),
         source_hash=source_hash,
         group=group,
         choice=choice,
@@ -181,6 +192,7 @@ def _place(wanted: Wanted, choice: Choice) -> construction.Place:
         device=wanted.device,
         group=wanted.group,
         settings=wanted.registry.variables(choice.backend.name),
+        configuration=choice.configuration if wanted.configuration is None else wanted.configuration,
     )
 
 

@@ -7,8 +7,8 @@ preference decides, never the order of registration. Plugins are never ranked ag
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from kimi_hal.dispatch import composed, policy
 from kimi_hal.dispatch.candidate import ANY_DEVICE, Assessment, Candidate, assess
@@ -36,6 +36,7 @@ class Choice:
         why: one sentence.
         conforming: its tie rule is the contract's.
         fallback: it is the reference, taken because ``KIMI_HAL_FALLBACK`` admits it.
+        configuration: what a table of measurements found best for it; empty: it chooses itself.
     """
 
     backend: Backend
@@ -47,6 +48,7 @@ class Choice:
     why: str
     conforming: bool = True
     fallback: bool = False
+    configuration: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def full_name(self) -> str:
@@ -148,6 +150,7 @@ def _choice(asked: Wish, chosen: Assessment, assessed: list[Assessment], registr
         why=_why(asked, chosen, assessed),
         conforming=chosen.conforming,
         fallback=bool(chosen.bars),
+        configuration=chosen.entry.configuration if chosen.entry else {},
     )
 
 
@@ -171,7 +174,11 @@ def _why(asked: Wish, chosen: Assessment, assessed: list[Assessment]) -> str:
 
 def _preferred(chosen: Assessment, others: list[Assessment]) -> Iterable[str]:
     ranked = [a for a in others if a.implementation.name != composed.NAME]
-    if ranked and chosen.preference is not None:
+    if chosen.entry is not None and chosen.preference is not None:
+        told = "".join(f", {name}={value}" for name, value in chosen.entry.configuration.items())
+        behind = [f"{a.full_name} {a.entry.us:g} µs" if a.entry else a.full_name for a in ranked]
+        yield f"{chosen.preference.measured}{told}" + (f" before {', '.join(behind)}" if behind else "")
+    elif ranked and chosen.preference is not None:
         measured = f" ({chosen.preference.measured})" if chosen.preference.measured else ""
         yield f"rank {chosen.preference.rank}{measured} before {', '.join(a.full_name for a in ranked)}"
     elif others and not ranked:

@@ -49,6 +49,18 @@ def _files(backend: Backend, implementation: Implementation) -> Iterator[tuple[s
             yield path.relative_to(root).as_posix(), path
 
 
+def package_files(backend: Backend, patterns: tuple[str, ...]) -> list[Path]:
+    """Return the files of a backend's package that globs name, in order; a glob may match none.
+
+    Raises:
+        PluginError: the package has no folder.
+    """
+    if not patterns:
+        return []
+    root = _parent(backend.name, backend.implementations.partition(":")[0].partition(".")[0])
+    return sorted(path for pattern in patterns for path in root.glob(pattern) if path.is_file())
+
+
 def _parent(plugin: str, package: str) -> Path:
     """Return the folder that holds a top-level package or module."""
     spec = _spec(package)

@@ -21,6 +21,7 @@ from kimi_hal.dispatch.contract import (
     TensorCap,
 )
 from kimi_hal.dispatch.fields import leaves
+from kimi_hal.dispatch.tuned import variable
 from kimi_hal.domain import Domain, OneOf, Range
 from kimi_hal.errors import nearest
 from kimi_hal.settings import prefix
@@ -56,9 +57,11 @@ def backend_problems(name: str, backend: Any) -> Iterator[str]:
     yield from _types("Backend", backend, Backend)
     yield from _references("Backend", backend, ("probe", "implementations", "device", "formats"))
     for table in ("variables", "removed_variables"):
-        for variable in getattr(backend, table):
-            if not variable.startswith(prefix(name)):
-                yield f"{table}: {variable!r} must begin with {prefix(name)}"
+        for declared in getattr(backend, table):
+            if not declared.startswith(prefix(name)):
+                yield f"{table}: {declared!r} must begin with {prefix(name)}"
+    if backend.tables and variable(name) not in backend.variables:
+        yield f"tables: a backend that ships some declares {variable(name)} in variables"
     yield from _composites(backend.overrides_composites)
     yield from _targets(backend.targets)
 
@@ -110,7 +113,7 @@ def _implementation(item: Implementation) -> Iterator[str]:
     yield from wrong
     if wrong:
         return
-    yield from _references("", item, ("build", "prepare", "weights", "size", "compile"))
+    yield from _references("", item, ("build", "prepare", "weights", "size", "compile", "configurations"))
     yield from _members("execution", item.execution, contract.EXECUTIONS)
     yield from _members("numerics", item.numerics, contract.NUMERICS)
     if not item.execution:

@@ -35,3 +35,8 @@ def parts_of(spec: SparseMLASpec, limits: Limits) -> int:
         return pairs * (each * SHARED + BESIDE[parts]) + single * (each * ALONE + BESIDE[parts])
 
     return min((parts for parts in BESIDE if parts <= every), key=cost, default=1)
+
+
+def configurations(spec: SparseMLASpec, limits: Limits, arch: str) -> tuple[dict[str, int], ...]:
+    """Return the ways of cutting that ``kimi-hal bench --tune`` tries beside the choice of ``parts_of``."""
+    return tuple({"parts": parts} for parts in BESIDE if parts <= tiles(spec))

@@ -19,6 +19,10 @@ def kimi_hal_backend() -> Backend:
         device="kimi_hal.dispatch.device:StreamDevice",
         torch_device="cuda",
         facts=("nvidia-driver",),
+        tables=("kimi_hal_nvidia/tables/*.json",),
+        variables={
+            "KIMI_HAL_NVIDIA_TUNE": "off | FILE: no table of measurements, or one of `kimi-hal bench --tune`"
+        },
         targets=(Target("sm_90a", "sm_90"), Target("sm_100a", "sm_100"), Target("sm_103a", "sm_103")),
     )
 

@@ -39,7 +39,8 @@ class Attention:
         spec: SparseMLASpec = ctx.spec
         index = device_index(ctx.device)
         name, shared = KERNELS[spec.latent]
-        self.parts, self.blocks = parts_of(spec, ctx.limits), head_blocks(spec)
+        self.parts = ctx.configuration.get("parts") or parts_of(spec, ctx.limits)
+        self.blocks = head_blocks(spec)
         self.parameters = Parameters(ADDRESSES, NUMBERS)
         kernel = driver.kernel("sparse_mla", ctx.arch, name, threads=THREADS, shared=shared, device=index)
         self.launch = driver.launcher(kernel, self.parameters.address, cluster=True)

@@ -45,6 +45,7 @@ def _implementation(name: str, arch: tuple[str, ...], execution: str) -> Impleme
         execution=(execution,),
         source=SOURCE,
         compile="kimi_hal_nvidia.sparse_mla_kernels:sparse_mla",
+        configurations="kimi_hal_nvidia.attention_plan:configurations",
     )
 
 

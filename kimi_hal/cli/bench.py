@@ -1,0 +1,114 @@
+"""``kimi-hal bench``: time every implementation that fits here; with ``--tune`` write down which was fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kimi_hal.errors import nearest
+from kimi_hal.presets import INDEX, LATENT
+
+ROWS = (1, 8, 64, 512, 4096)
+LENGTHS = (8192, 32768, 131072, 1048576)
+#: Scores of one call at most: more than a plan of logits is made for.
+SCORES = 1 << 28
+#: Operators that read a request's keys for all of its rows: few rows of many requests, or many of one.
+SCORED = ("indexer_logits", "indexer_topk")
+
+
+@click.command(name="bench")
+@click.argument("operators", nargs=-1)
+@click.option(
+    "--tune", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write the table here."
+)
+@click.option(
+    "--tp", multiple=True, type=int, default=(8,), show_default=True, help="Tensor-parallel size; repeatable."
+)
+@click.option(
+    "--index", multiple=True, default=(INDEX,), metavar="FORMAT", help="Format of index keys; repeatable."
+)
+@click.option(
+    "--latent", multiple=True, default=(LATENT,), metavar="FORMAT", help="Format of latents; repeatable."
+)
+@click.option("--rows", multiple=True, type=int, default=ROWS, help="Query rows of a call; repeatable.")
+@click.option("--length", multiple=True, type=int, default=LENGTHS, help="Keys of a row; repeatable.")
+@click.option("--budget", default=0.02, show_default=True, help="Seconds of device time for each candidate.")
+@click.option("--implementation", "only", multiple=True, metavar="NAME", help="This one alone; repeatable.")
+@click.option("--without", multiple=True, metavar="NAME", help="Leave this one out; repeatable.")
+@click.option("--device", metavar="DEVICE", help="A torch device; default: where the settings lead.")
+def command(operators: tuple[str, ...], tune: Path | None, device: str | None, **options: Any) -> None:
+    """Time the implementations of OPERATORS (default: all that it has operands for) on this device.
+
+    Sizes are powers of two. A plan made later takes the nearest class, no farther than four times in any size. The
+    table is used where KIMI_HAL_<BACKEND>_TUNE names it, or where the backend ships it.
+    """
+    from kimi_hal.dispatch import policy
+    from kimi_hal.dispatch.tuned import text
+    from kimi_hal.tuning.tune import Bench, Question
+
+    wanted = chosen(operators)
+    settings = policy.settings()
+    question = Question(
+        specs={name: specs(name, options) for name in wanted},
+        shapes={name: shapes(name, options["rows"], options["length"]) for name in wanted},
+        budget=options["budget"],
+        only=options["only"],
+        without=options["without"],
+    )
+    bench = Bench(settings, policy.registry(settings), device)
+    table = bench.table(question, str(tune or ""), click.echo)
+    click.echo(f"{table.device} ({table.arch}), {table.measured}: {len(table.lines)} lines")
+    if tune is not None:
+        tune.write_text(text(table), encoding="utf-8")
+        click.echo(f"written to {tune}")
+
+
+def chosen(operators: Sequence[str]) -> list[str]:
+    """Return the operators to measure, all of them where none is named."""
+    from kimi_hal.tuning.operands import MAKERS
+
+    for name in operators:
+        if name not in MAKERS:
+            raise click.BadParameter(
+                f"no operands for {name!r}{nearest(name, MAKERS) or '.'} Possible: {', '.join(MAKERS)}"
+            )
+    return list(operators or MAKERS)
+
+
+def specs(operator: str, options: dict[str, Any]) -> list[Any]:
+    """Return the model's own Specs of an operator over tensor-parallel sizes and formats, each once."""
+    from kimi_hal.dispatch.shapes import decisive
+    from kimi_hal.presets import Deployment
+
+    found: dict[str, Any] = {}
+    for tp in options["tp"]:
+        for index in options["index"]:
+            for latent in options["latent"]:
+                try:
+                    spec = Deployment(tp=tp, index=index, latent=latent).specs()[operator]
+                except ValueError as error:
+                    raise click.BadParameter(str(error)) from error
+                found.setdefault(str(decisive(operator, spec)), spec)
+    return list(found.values())
+
+
+def shapes(operator: str, rows: Sequence[int], lengths: Sequence[int]) -> list[Any]:
+    """Return the classes of shapes to measure, each once."""
+    from kimi_hal.dispatch.shapes import Shape, power
+    from kimi_hal.model import K3_1_PRO
+
+    found: dict[Shape, None] = {}
+    for count in map(power, rows):
+        if operator == "sparse_mla":
+            found[Shape(count, 1, power(K3_1_PRO.topk))] = None
+        elif operator == "topk_select" or operator in SCORED:
+            each = count if operator in SCORED and count > 64 else 1
+            for length in map(power, lengths):
+                if count * length <= SCORES:
+                    found[Shape(count, each, length)] = None
+        else:
+            found[Shape(count)] = None
+    return list(found)

@@ -1,0 +1,97 @@
+"""Time one candidate: plan it, run it into buffers that are there, through a graph where it can stand in one."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kimi_hal.dispatch.hookspecs import DeviceHooks
+from kimi_hal.dispatch.plan import Plan
+from kimi_hal.dispatch.planning import Wanted, make
+from kimi_hal.ops.operator import get
+from kimi_hal.step.measure import scratch
+from kimi_hal.tuning.operands import Work
+
+#: Bytes that are written between two calls, so that none finds its operands in a cache.
+FLUSH = 256 << 20
+#: Calls that are timed at least and at most.
+CALLS = (5, 60)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What one candidate took.
+
+    Args:
+        us: median microseconds of a call.
+        calls: how many were timed.
+        captured: they were replays of a graph.
+    """
+
+    us: float
+    calls: int
+    captured: bool
+
+
+class Flush:
+    """Memory that is written between calls; none on the host, whose caches an engine's own work turns over."""
+
+    def __init__(self, device: str) -> None:
+        self.room = None if device.startswith("cpu") else torch.empty(FLUSH, dtype=torch.uint8, device=device)
+
+    def __call__(self) -> None:
+        """Write it all."""
+        if self.room is not None:
+            self.room.zero_()
+
+
+def timed(wanted: Wanted, work: Work, hooks: DeviceHooks, budget: float, flush: Callable[[], None]) -> Timing:
+    """Plan a candidate and time it.
+
+    Args:
+        wanted: names the implementation and its configuration.
+        work: what it computes.
+        hooks: the device's.
+        budget: seconds of device time that its calls may take together, but for the least number of calls.
+        flush: what is done before each call.
+
+    Raises:
+        KimiHalError: it cannot be planned.
+        RuntimeError: whatever the device raises.
+    """
+    plan = make(wanted)
+    call, captured = _ready(plan, work, hooks)
+    call()
+    least, most = CALLS
+    times: list[float] = []
+    while len(times) < least or (sum(times) < budget and len(times) < most):
+        flush()
+        times.append(hooks.time(call))
+    return Timing(statistics.median(times) * 1e6, len(times), captured)
+
+
+def _ready(plan: Plan, work: Work, hooks: DeviceHooks) -> tuple[Callable[[], None], bool]:
+    """Return a call into given buffers, as a graph's replay where the plan promises that."""
+    op = get(plan.operator.name)
+    given: dict[str, Any] = dict(work.operands) | scratch(plan, op, _present(work.operands))
+    results = op.results(plan.run(**given))
+    given |= {out.keyword: result for out, result in zip(op.outs, results, strict=True)}
+
+    def call() -> None:
+        plan.run(**given)
+
+    call()
+    hooks.synchronize()
+    if plan.properties.capture == "full":
+        replay = hooks.capture(call)
+        if replay is not None:
+            return replay, True
+    return call, False
+
+
+def _present(operands: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in operands.items() if value is not None}

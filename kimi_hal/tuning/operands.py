@@ -1,0 +1,192 @@
+"""Operands of a class of shapes: random numbers as an engine's would be, every row with as many keys as the class has.
+
+Keys stand in pages in random order. A few pages are encoded, and the others are copies of them: encoding as many keys
+as a long context has would take longer than what is to be measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kimi_hal import formats
+from kimi_hal.dispatch.shapes import Shape
+from kimi_hal.ops.indexer import IndexQuerySpec
+from kimi_hal.ops.operator import torch_dtype
+from kimi_hal.ops.spec import Limits
+from kimi_hal.parallel import ownership
+from kimi_hal.reference import indexer
+
+#: Pages that are encoded, and tokens of a latent cache at most.
+PAGES, TOKENS = 64, 1 << 20
+#: Bytes of a query and its result, by head.
+QUERY = 2 * (576 + 512)
+#: Dequantisation factor of latents and queries.
+SCALE = 2.0**-6
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is measured: the sizes to plan for, and the operands by name."""
+
+    limits: Limits
+    operands: Mapping[str, Any]
+
+
+def limits(operator: str, shape: Shape, spec: Any) -> Limits:
+    """Return the Limits whose class of shapes this is."""
+    requests = max(1, shape.rows // shape.each)
+    context = shape.length
+    if operator in ("indexer_logits", "indexer_topk", "topk_select"):
+        context *= ownership.of_keys(spec.dcp).world
+    else:
+        context = 1 << 20
+    return Limits(max_rows=shape.rows, max_reqs=requests, max_context=context, rows_per_req=shape.each)
+
+
+def size(operator: str, spec: Any, shape: Shape) -> int:
+    """Return the bytes of the largest operands and results of a class, before any is made."""
+    scores = 4 * shape.rows * shape.length
+    largest: int = 0
+    if operator == "topk_select":
+        largest = scores
+    elif operator in ("indexer_logits", "indexer_topk"):
+        keys = max(1, shape.rows // shape.each) * shape.length
+        largest = keys * formats.index(spec.index).row_bytes + (scores if operator == "indexer_logits" else 0)
+    elif operator == "sparse_mla":
+        largest = TOKENS * formats.latent(spec.latent).row_bytes + shape.rows * spec.num_heads * QUERY
+    return largest
+
+
+def make(operator: str, spec: Any, shape: Shape, device: str) -> Work:
+    """Return what is measured for an operator, a Spec and a class of shapes.
+
+    Raises:
+        KeyError: there are no such operands: the operator is none of ``OPERATORS``.
+    """
+    sizes = limits(operator, shape, spec)
+    return Work(sizes, MAKERS[operator](spec, shape, sizes, torch.device(device)))
+
+
+def _pages(encoded: Tensor, count: int) -> Tensor:
+    return encoded[torch.randint(0, encoded.shape[0], (count,), device=encoded.device)]
+
+
+def _scored(spec: Any, shape: Shape, sizes: Limits, device: torch.device) -> dict[str, Any]:
+    fmt, rows, requests = formats.index(spec.index), shape.rows, sizes.max_reqs
+    columns = -(-shape.length // fmt.page)
+    encoded = torch.zeros(PAGES, fmt.page_bytes, dtype=torch.uint8, device=device)
+    slots = torch.arange(PAGES * fmt.page, device=device)
+    fmt.write(encoded, slots, torch.randn(len(slots), fmt.head_dim, device=device))
+    query = IndexQuerySpec(index=spec.index, num_heads=spec.num_heads, weights_dtype=spec.weights_dtype)
+    q, scale, weights = indexer.quantize_index_query(
+        query,
+        torch.randn(rows, spec.num_heads, spec.head_dim, device=device),
+        torch.randn(rows, spec.num_heads, device=device),
+    )
+    table = torch.randperm(requests * columns, device=device).int().view(requests, columns)
+    return {
+        "q": q,
+        "q_scale": scale,
+        "weights": weights.to(torch_dtype(spec.weights_dtype)),
+        "cache": _pages(encoded, requests * columns),
+        "block_table": table,
+        "row_req": torch.arange(rows, device=device).int() // shape.each,
+        "row_len": torch.full((rows,), sizes.max_context, dtype=torch.int32, device=device),
+    }
+
+
+def _selected(spec: Any, shape: Shape, sizes: Limits, device: torch.device) -> dict[str, Any]:
+    scores = torch.randn(shape.rows, shape.length, device=device).to(torch_dtype(spec.scores_dtype))
+    length = torch.full((shape.rows,), sizes.max_context, dtype=torch.int32, device=device)
+    start = torch.zeros_like(length) if spec.has_row_start else None
+    return {"scores": scores, "row_len": length, "row_start": start}
+
+
+def _attended(spec: Any, shape: Shape, sizes: Limits, device: torch.device) -> dict[str, Any]:
+    fmt, rows, page = formats.latent(spec.latent), shape.rows, spec.page
+    pages = max(1, min(TOKENS, 64 * rows * spec.topk) // page)
+    encoded = torch.zeros(min(PAGES, pages), page * fmt.row_bytes, dtype=torch.uint8, device=device)
+    slots = torch.arange(encoded.shape[0] * page, device=device)
+    scale = torch.full((1,), SCALE, device=device)
+    k_scale = scale if fmt.needs_scale else None
+    values = (
+        torch.randn(len(slots), spec.kv_rank, device=device),
+        torch.randn(len(slots), spec.pe_dim, device=device),
+    )
+    fmt.write(encoded, page, slots, *values, k_scale)
+    own = pages * page * (spec.dcp.world if spec.index_space == "position" else 1)
+    indices = torch.randint(0, own, (rows, spec.topk), dtype=torch.int32, device=device)
+    paged = spec.index_space != "slot"
+    return {
+        "q": torch.randn(rows, spec.num_heads, spec.kv_rank + spec.pe_dim, device=device).to(
+            torch_dtype(spec.q_dtype)
+        ),
+        "cache": _pages(encoded, pages),
+        "indices": indices,
+        "k_scale": k_scale,
+        "q_scale": None if spec.q_dtype == "bfloat16" else scale,
+        "index_len": torch.full((rows,), spec.topk, dtype=torch.int32, device=device)
+        if spec.has_index_len
+        else None,
+        "block_table": torch.randperm(pages, device=device).int()[None] if paged else None,
+        "row_req": torch.zeros(rows, dtype=torch.int32, device=device) if paged else None,
+    }
+
+
+def _quantised(spec: Any, shape: Shape, sizes: Limits, device: torch.device) -> dict[str, Any]:
+    return {
+        "q": torch.randn(shape.rows, spec.num_heads, spec.head_dim, device=device).bfloat16(),
+        "weights": torch.randn(shape.rows, spec.num_heads, device=device).bfloat16(),
+    }
+
+
+def _slots(rows: int, device: torch.device) -> Tensor:
+    return torch.randperm(rows, device=device)
+
+
+def _stored_keys(spec: Any, shape: Shape, sizes: Limits, device: torch.device) -> dict[str, Any]:
+    fmt = formats.index(spec.index)
+    pages = -(-shape.rows // fmt.page)
+    return {
+        "k": torch.randn(shape.rows, spec.head_dim, device=device).bfloat16(),
+        "slots": _slots(shape.rows, device),
+        "cache": torch.zeros(pages, fmt.page_bytes, dtype=torch.uint8, device=device),
+    }
+
+
+def _stored_latents(spec: Any, shape: Shape, sizes: Limits, device: torch.device) -> dict[str, Any]:
+    fmt = formats.latent(spec.latent)
+    pages = -(-shape.rows // spec.page)
+    return {
+        "kv_c": torch.randn(shape.rows, spec.kv_rank, device=device).bfloat16(),
+        "k_pe": torch.randn(shape.rows, spec.pe_dim, device=device).bfloat16(),
+        "slots": _slots(shape.rows, device),
+        "cache": torch.zeros(pages, spec.page * fmt.row_bytes, dtype=torch.uint8, device=device),
+        "k_scale": torch.full((1,), SCALE, device=device) if fmt.needs_scale else None,
+    }
+
+
+def _merged(spec: Any, shape: Shape, sizes: Limits, device: torch.device) -> dict[str, Any]:
+    lead = (spec.parts, shape.rows, spec.num_heads)
+    return {
+        "outs": torch.randn(*lead, spec.dim, device=device).to(torch_dtype(spec.dtype)),
+        "lses": torch.randn(*lead, device=device),
+    }
+
+
+Maker = Callable[[Any, Shape, Limits, torch.device], dict[str, Any]]
+MAKERS: dict[str, Maker] = {
+    "indexer_logits": _scored,
+    "indexer_topk": _scored,
+    "topk_select": _selected,
+    "sparse_mla": _attended,
+    "quantize_index_query": _quantised,
+    "store_index_keys": _stored_keys,
+    "store_latent": _stored_latents,
+    "merge_attn_states": _merged,
+}

@@ -1,0 +1,191 @@
+"""Measure every candidate of operators, Specs and classes of shapes on this device, and make a table of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kimi_hal.dispatch import composed, planning, policy
+from kimi_hal.dispatch.candidate import Assessment, assess
+from kimi_hal.dispatch.explain import default_device
+from kimi_hal.dispatch.hookspecs import DeviceHooks
+from kimi_hal.dispatch.loader import Loaded, Registry, resolve
+from kimi_hal.dispatch.shapes import Shape, decisive, shape
+from kimi_hal.dispatch.tuned import Entry, Line, Table
+from kimi_hal.dispatch.wish import Request, wish
+from kimi_hal.errors import KimiHalError, TableError
+from kimi_hal.ops.operator import get
+from kimi_hal.ops.spec import Spec
+from kimi_hal.settings import Settings
+from kimi_hal.tuning import operands
+from kimi_hal.tuning.measure import Flush, timed
+
+#: Candidates that are this near to the fastest count as equally fast: the backend's own order then decides.
+NEAR = 1.03
+#: Bytes of the largest operands, as a share of the device's free memory, that a class may take.
+SHARE = 0.5
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is measured.
+
+    Args:
+        specs: by operator.
+        shapes: classes, by operator.
+        budget: seconds of device time for each candidate.
+        only: full names; empty: every candidate.
+        without: full names that are left out.
+    """
+
+    specs: dict[str, Sequence[Spec]]
+    shapes: dict[str, Sequence[Shape]]
+    budget: float = 0.02
+    only: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+
+
+class Bench:
+    """The backend that the settings lead to, on its device."""
+
+    def __init__(self, settings: Settings, registry: Registry, device: str | None = None) -> None:
+        self.settings, self.registry = settings, registry
+        self.device = device or default_device(settings, registry)
+        request = Request(get("topk_select"), _any_spec(), None, self.device, None, settings)
+        asked = wish(request, registry)
+        if asked.backend is None:
+            raise TableError(f"nothing to measure: {asked.source}")
+        self.backend: Loaded = registry.get(asked.backend)
+        self.probe = registry.probe(asked.backend)
+        if not self.probe.present or settings.execution != "native":
+            where = self.probe.why or f"KIMI_HAL_EXECUTION={settings.execution} is not how an engine runs"
+            raise TableError(f"nothing to measure on {self.backend.name}: {where}")
+        self.hooks: DeviceHooks = resolve(self.backend.backend.device)()
+        self.flush = Flush(self.device)
+
+    def table(self, question: Question, label: str, say: Say) -> Table:
+        """Measure, tell each line as it is found, and return the table."""
+        names = [device.partition(" at ")[0] for device in self.probe.devices] or ["present"]
+        return Table(
+            label=label,
+            backend=self.backend.name,
+            version=self.backend.backend.version,
+            arch=self.probe.arch,
+            device=names[0],
+            measured=self.measured(),
+            lines=tuple(self.lines(question, say)),
+        )
+
+    def measured(self) -> str:
+        """Return when and with which versions of what."""
+        day = datetime.datetime.now(datetime.UTC).date().isoformat()
+        versions = {**self.hooks.versions(), **self.probe.facts}
+        return ", ".join((day, *(f"{name} {version}" for name, version in sorted(versions.items()))))
+
+    def lines(self, question: Question, say: Say) -> Iterator[Line]:
+        """Measure each class of each Spec of each operator."""
+        for operator, specs in question.specs.items():
+            for spec in specs:
+                for sizes in question.shapes[operator]:
+                    line = self.line(operator, spec, sizes, question, say)
+                    if line is not None:
+                        yield line
+
+    def line(self, operator: str, spec: Spec, sizes: Shape, question: Question, say: Say) -> Line | None:
+        """Measure the candidates of one class; None where none runs."""
+        what = f"{operator} {_told(decisive(operator, spec))}, {sizes}"
+        if operands.size(operator, spec, sizes) > SHARE * self.hooks.memory()[0]:
+            say(f"{what}: left out, too large for this device")
+            return None
+        limits = operands.limits(operator, sizes, spec)
+        if shape(operator, spec, limits) != sizes:
+            say(f"{what}: left out, not a class of this Spec")
+            return None
+        found = [a for a in self.candidates(operator, spec, limits) if _wanted(a.full_name, question)]
+        if not found:
+            say(f"{what}: nothing fits")
+            return None
+        work = operands.make(operator, spec, sizes, self.device)
+        entries = [entry for a in found for entry in self.entries(a, spec, work, question, say)]
+        if not entries:
+            return None
+        ranking = ranked(entries, {a.implementation.name: a.rank for a in found})
+        say(f"{what}: {', '.join(map(str, ranking))}")
+        return Line(operator, decisive(operator, spec), sizes, ranking)
+
+    def candidates(self, operator: str, spec: Spec, limits: Any) -> list[Assessment]:
+        """Return the implementations that fit, those that round beyond the contract included."""
+        own = self.backend.of(operator)
+        numerics = tuple(sorted({name for i in own for name in i.numerics}))
+        admitting = dataclasses.replace(spec, numerics=numerics)
+        settings = dataclasses.replace(self.settings, backend=self.backend.name, ops=())
+        request = Request(get(operator), admitting, limits, self.device, None, settings)
+        found = assess(request, wish(request, self.registry), self.registry)
+        return [
+            a
+            for a in found
+            if a.loaded is self.backend and not a.refusals and a.implementation.name != composed.NAME
+        ]
+
+    def entries(
+        self, found: Assessment, spec: Spec, work: operands.Work, question: Question, say: Say
+    ) -> Iterator[Entry]:
+        """Time a candidate in its own configuration and in each that it names; what fails is told and left out."""
+        where = found.implementation.configurations
+        named = resolve(where)(spec, work.limits, self.probe.arch) if where else ()
+        source = policy.source_hash(found.loaded.backend, found.implementation)[:12]
+        for configuration in ({}, *named):
+            wanted = planning.Wanted(
+                op=get(found.implementation.operator),
+                spec=spec,
+                limits=work.limits,
+                device=self.device,
+                group=None,
+                implementation=found.full_name,
+                pair=None,
+                settings=self.settings,
+                registry=self.registry,
+                configuration=configuration,
+            )
+            try:
+                took = timed(wanted, work, self.hooks, question.budget, self.flush)
+            except (KimiHalError, RuntimeError) as error:
+                say(f"  {found.full_name}: {type(error).__name__}: {str(error).splitlines()[0]}")
+                continue
+            yield Entry(found.implementation.name, round(took.us, 2), dict(configuration), source)
+
+
+def ranked(entries: Sequence[Entry], ranks: dict[str, float]) -> tuple[Entry, ...]:
+    """Return the best configuration of each implementation, the fastest first.
+
+    Those within ``NEAR`` of the fastest stand in the order of their own ranks, a configuration of the builder's own
+    choice before another.
+    """
+    best: dict[str, Entry] = {}
+    for entry in entries:
+        kept = best.get(entry.implementation)
+        if kept is None or entry.us * (NEAR if not kept.configuration else 1.0) < kept.us:
+            best[entry.implementation] = entry
+    bound = NEAR * min(entry.us for entry in best.values())
+    order = sorted(best.values(), key=lambda e: e.us)
+    near = sorted((e for e in order if e.us <= bound), key=lambda e: -ranks.get(e.implementation, 0.0))
+    return (*near, *(e for e in order if e.us > bound))
+
+
+def _wanted(full_name: str, question: Question) -> bool:
+    return full_name not in question.without and (not question.only or full_name in question.only)
+
+
+def _told(fields: dict[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in fields.items())
+
+
+def _any_spec() -> Spec:
+    from kimi_hal.ops.topk_merge import TopKSpec
+
+    return TopKSpec()
