@@ -59,10 +59,11 @@ def command(operators: tuple[str, ...], tune: Path | None, device: str | None, *
         without=options["without"],
     )
     bench = Bench(settings, policy.registry(settings), device)
-    table = bench.table(question, str(tune or ""), click.echo)
+    for table in bench.tables(question, str(tune or ""), click.echo):
+        if tune is not None:  # after each line: what an interrupted run found is kept
+            tune.write_text(text(table), encoding="utf-8")
     click.echo(f"{table.device} ({table.arch}), {table.measured}: {len(table.lines)} lines")
     if tune is not None:
-        tune.write_text(text(table), encoding="utf-8")
         click.echo(f"written to {tune}")
 
 

@@ -18,6 +18,7 @@ from kimi_hal.ops.spec import Limits, Spec
     "--spec", "fields", metavar="JSON", default="{}", help='Spec fields to change, {"num_heads": 64}.'
 )
 @click.option("--rows", default=256, show_default=True, help="Query rows of one call, at most.")
+@click.option("--context", default=1 << 20, show_default=True, help="Tokens of a request, at most.")
 @click.option("--device", metavar="DEVICE", help="A torch device; default: where the settings lead.")
 @click.option("--implementation", metavar="NAME", help="Ask for this one, backend.implementation.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
@@ -26,6 +27,7 @@ def command(
     tp: int,
     fields: str,
     rows: int,
+    context: int,
     device: str | None,
     implementation: str | None,
     as_json: bool,
@@ -33,7 +35,7 @@ def command(
     """Say which implementation OPERATOR gets for Kimi K3.1 Pro, and why not the others."""
     from kimi_hal.dispatch.explain import explain
 
-    limits = Limits(max_rows=rows, max_reqs=rows)
+    limits = Limits(max_rows=rows, max_reqs=rows, max_context=context)
     answer = explain(
         operator, spec_of(operator, tp, fields), limits, device=device, implementation=implementation
     )

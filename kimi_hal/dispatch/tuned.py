@@ -246,7 +246,8 @@ def text(table: Table) -> str:
     }
     lines = ",\n".join("    " + json.dumps(_line(line), ensure_ascii=False) for line in table.lines)
     body = json.dumps(head, indent=2, ensure_ascii=False)[:-2]
-    return f'{body},\n  "lines": [\n{lines}\n  ]\n}}\n'
+    held = f"\n{lines}\n  " if lines else ""
+    return f'{body},\n  "lines": [{held}]\n}}\n'
 
 
 def _line(line: Line) -> dict[str, Any]:

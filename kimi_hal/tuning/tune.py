@@ -68,18 +68,22 @@ class Bench:
         self.hooks: DeviceHooks = resolve(self.backend.backend.device)()
         self.flush = Flush(self.device)
 
-    def table(self, question: Question, label: str, say: Say) -> Table:
-        """Measure, tell each line as it is found, and return the table."""
+    def tables(self, question: Question, label: str, say: Say) -> Iterator[Table]:
+        """Measure, tell each line as it is found, and yield the table as it grows; the last one is whole."""
         names = [device.partition(" at ")[0] for device in self.probe.devices] or ["present"]
-        return Table(
+        table = Table(
             label=label,
             backend=self.backend.name,
             version=self.backend.backend.version,
             arch=self.probe.arch,
             device=names[0],
             measured=self.measured(),
-            lines=tuple(self.lines(question, say)),
+            lines=(),
         )
+        yield table
+        for line in self.lines(question, say):
+            table = dataclasses.replace(table, lines=(*table.lines, line))
+            yield table
 
     def measured(self) -> str:
         """Return when and with which versions of what."""
