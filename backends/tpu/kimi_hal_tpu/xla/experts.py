@@ -8,10 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kimi_hal import formats
+from kimi_hal.formats import minifloat
 from kimi_hal.ops.moe import MoESpec
 from kimi_hal.reference import moe as reference
 from kimi_hal_tpu import expert_grid
+from kimi_hal_tpu.xla import powers
 from kimi_hal_tpu.xla.loops import repeat
 
 
@@ -74,9 +75,31 @@ def tile(spec: MoESpec, number: Tensor, fixed: Sequence[Tensor]) -> tuple[Tensor
     x, experts, rows, factors, *weights = fixed
     expert = experts.index_select(0, number)
     w13, w13_scale, w2, w2_scale = (tensor.index_select(0, expert)[0] for tensor in weights)
-    fmt = formats.experts(spec.weights)
     picked = rows.index_select(0, number)[0]
-    both = torch.matmul(x.index_select(0, picked), fmt.decode(w13, w13_scale).transpose(0, 1))
+    inputs, factor = x.index_select(0, picked), factors.index_select(0, number)[0][:, None]
+    both = summed(inputs, w13, w13_scale, torch.ones_like(factor))
     hidden = reference.activate(spec, *both.chunk(2, dim=1)).bfloat16().float()
-    part = torch.matmul(hidden, fmt.decode(w2, w2_scale).transpose(0, 1))
-    return picked, part * factors.index_select(0, number)[0][:, None]
+    return picked, summed(hidden, w2, w2_scale, factor)
+
+
+def summed(x: Tensor, packed: Tensor, scale: Tensor, factor: Tensor) -> Tensor:
+    """Return ``(x @ wᵀ) · factor`` of one expert's matrix, ``x [n, K]``, ``packed [N, K / 2]``, ``factor [n, 1]``.
+
+    Groups of small scales are multiplied apart, and only where there are any: their sums are 2^64 times what they
+    should be until the factor is in.
+    """
+    small = scale < powers.SMALL
+    found = torch.matmul(x, weights(packed, powers.of_large(scale)).transpose(0, 1)) * factor
+
+    def add(_: Tensor, changing: list[Tensor], fixed: list[Tensor]) -> list[Tensor]:
+        x, packed, scale, factor = fixed
+        part = torch.matmul(x, weights(packed, powers.of_small(scale)).transpose(0, 1))
+        return [changing[0] + powers.scaled(part, powers.BACK, factor, powers.BACK)]
+
+    return repeat(add, small.any().long(), [found], [x, packed, scale, factor])[0]
+
+
+def weights(packed: Tensor, scale: Tensor) -> Tensor:
+    """Return e2m1 codes under float32 scales, ``[N, K]``."""
+    values = minifloat.decode_nibbles(packed).unflatten(1, scale.shape[1:] + (-1,))
+    return (values * scale[..., None]).flatten(1)

@@ -1,11 +1,12 @@
 """The lightning indexer as traced programs: codes are multiplied, scales come after.
 
-An FP8 or FP4 code, and a power of two times one, is exact in bfloat16. XLA multiplies float32 matrices on a TPU as
-bfloat16 with float32 sums, unless told otherwise: on such operands that loses nothing.
+An FP8 or FP4 code is exact in bfloat16. XLA multiplies float32 matrices on a TPU as bfloat16 with float32 sums, unless
+told otherwise: on such operands that loses nothing. Blocks with scales of their own are products of their own.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 import torch
@@ -17,10 +18,12 @@ from kimi_hal.formats.index_keys import IndexFormat
 from kimi_hal.ops.indexer import IndexerSpec, IndexerTopKSpec, IndexQuerySpec, StoreIndexSpec
 from kimi_hal.parallel import ownership
 from kimi_hal.reference.indexer import hadamard
-from kimi_hal_tpu.xla import order
+from kimi_hal_tpu.xla import order, powers
 
 #: Columns of a block table scored together: 4,096 keys of every row.
 COLUMNS = 64
+#: Kinds of scales that are e8m0 codes.
+POWERS = ("e8m0", "ue8m0x4")
 
 Given = Mapping[str, Tensor]
 
@@ -94,40 +97,57 @@ def scored(spec: IndexerSpec, given: Given) -> tuple[Tensor, Tensor]:
     line = table[request.clamp(0, table.shape[0] - 1)].long()
     length = ownership.local_length(given["row_len"].long(), ownership.of_keys(spec.dcp))
     count = torch.where(there, torch.minimum(length, given["size_columns"].long() * spec.page), 0)
-    query = query_values(fmt, given["q"], given["q_scale"])
+    query = codes_of(fmt, given["q"].view(torch.uint8)), given["q_scale"]
     weights = given["weights"].float()
     pieces = [piece(fmt, given["cache"], part, query, weights) for part in line.split(COLUMNS, dim=1)]
     return torch.cat(pieces, dim=1), count
 
 
-def query_values(fmt: IndexFormat, q: Tensor, q_scale: Tensor) -> Tensor:
-    """Return queries in float32: FP8 codes, or FP4 codes times their powers of two."""
-    return fmt.decode_query(q, q_scale if fmt.element == "e2m1" else None, torch.float32)
+def codes_of(fmt: IndexFormat, data: Tensor) -> Tensor:
+    """Return the values of element bytes in float32, without their scales."""
+    if fmt.element == "e2m1":
+        return minifloat.decode_nibbles(data)
+    return minifloat.decode(data, minifloat.ELEMENTS[fmt.element])
 
 
-def piece(fmt: IndexFormat, cache: Tensor, line: Tensor, query: Tensor, weights: Tensor) -> Tensor:
+def piece(fmt: IndexFormat, cache: Tensor, line: Tensor, query: tuple[Tensor, Tensor], weights: Tensor) -> Tensor:
     """Score some columns of every row's pages: ``line [T, n]`` -> ``[T, n · page]``."""
     rows, columns = line.shape
     named = (line >= 0) & (line < cache.shape[0])
     pages = cache[line.clamp(0, cache.shape[0] - 1).reshape(-1)]
     elements, scale = index_bytes.split(fmt, pages)
-    keys, factor = key_values(fmt, elements, scale)
-    keys = keys.reshape(rows, columns * fmt.page, fmt.head_dim)
-    dots = torch.matmul(query, keys.transpose(1, 2))
+    keys = codes_of(fmt, elements).reshape(rows, columns * fmt.page, fmt.head_dim)
+    scale = scale.reshape(rows, columns * fmt.page, -1)
+    dots = products(fmt, query, keys, scale)
     terms = torch.where(torch.isnan(dots), torch.nan, dots.clamp(min=0.0)) * weights[..., None]
     total = added(terms)
-    if factor is not None:
-        total = total * factor.reshape(rows, columns * fmt.page)
+    if fmt.scale not in POWERS:
+        total = total * index_bytes.scale_values(fmt, scale)[..., 0]
     missing = ~named[..., None].expand(rows, columns, fmt.page).reshape(rows, columns * fmt.page)
     return torch.where(missing, -torch.inf, total)
 
 
-def key_values(fmt: IndexFormat, elements: Tensor, scale: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return keys that are exact in bfloat16, and a factor a key where its scale is no power of two for 32."""
-    if fmt.scale in ("e8m0", "ue8m0x4"):
-        return index_bytes.unpack(fmt, elements, scale, torch.float32), None
-    codes = minifloat.decode(elements, minifloat.ELEMENTS[fmt.element])
-    return codes, index_bytes.scale_values(fmt, scale)
+def products(fmt: IndexFormat, query: tuple[Tensor, Tensor], keys: Tensor, scale: Tensor) -> Tensor:
+    """Return the dots ``[T, H, n]`` of queries and keys, under the e8m0 scales that they have; others come later.
+
+    Args:
+        fmt: of the keys.
+        query: codes ``[T, H, 128]`` and, of FP4, e8m0 scales ``[T, H, 4]``.
+        keys: codes ``[T, n, 128]``.
+        scale: bytes ``[T, n, 4]``.
+    """
+    codes, query_scale = query
+    if fmt.scale not in POWERS:
+        return torch.matmul(codes, keys.transpose(1, 2))
+    found = []
+    blocks = 4 if fmt.scale == "e8m0" else 1  # the four bytes of ue8m0x4 are one scale
+    for b, (q, k) in enumerate(zip(codes.chunk(blocks, 2), keys.chunk(blocks, 2), strict=True)):
+        factors = [half[:, None] for half in powers.halves(scale[..., b])]
+        if fmt.element == "e2m1":
+            factors += [half[..., None] for half in powers.halves(query_scale[..., b])]
+        # A half of the key's, a half of the query's, and again: no step is further from 1 than the operands.
+        found.append(powers.scaled(torch.matmul(q, k.transpose(1, 2)), *factors[::2], *factors[1::2]))
+    return functools.reduce(torch.add, found)
 
 
 def added(terms: Tensor) -> Tensor:
