@@ -21,6 +21,7 @@ from kimi_hal_conformance.levels import SPEED
 from kimi_hal_conformance.messages import (
     SHRINKING,
     TIMING,
+    UNUSABLE,
     Batch,
     Done,
     Ended,
@@ -41,6 +42,7 @@ GRACE = 3.0
 LOST_IN_A_ROW = 3
 #: What is said of the input of a case whose process was lost.
 NOT_CUT = "the whole case: what ends its process is not cut down"
+LEFT_UNUSABLE = "the whole case: it left the device unusable, and the process ended"
 #: Characters kept of what a process printed.
 OUTPUT = 4000
 
@@ -240,6 +242,8 @@ def with_input(failed: Verdict, message: Message | None) -> Verdict:
         return msgspec.structs.replace(failed, smallest=message.smallest, input=message.input)
     if message is not None and not isinstance(message, Ended):
         return failed  # it was never run
+    if message is not None and message.code == UNUSABLE:
+        return msgspec.structs.replace(failed, smallest=failed.case, input=LEFT_UNUSABLE)
     lost = "was lost" if message else "gave no answer in time"
     said = f"the whole case: the process that looked for a smaller one {lost}"
     return msgspec.structs.replace(failed, smallest=failed.case, input=said)

@@ -14,6 +14,8 @@ from kimi_hal_conformance.verdict import Speed, Verdict
 TIMING = 60.0
 #: Seconds in which a smaller part of a failed case is looked for.
 SHRINKING = 10.0
+#: Exit status of a process that ends itself because its device is of no more use to it.
+UNUSABLE = 75
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):

@@ -32,7 +32,17 @@ from kimi_hal_conformance.claims.made import case
 from kimi_hal_conformance.execute import described, run_case
 from kimi_hal_conformance.integrity import Integrity
 from kimi_hal_conformance.levels import SPEED
-from kimi_hal_conformance.messages import SHRINKING, Batch, Done, Ended, Shrunk, Started, Timed, send
+from kimi_hal_conformance.messages import (
+    SHRINKING,
+    UNUSABLE,
+    Batch,
+    Done,
+    Ended,
+    Shrunk,
+    Started,
+    Timed,
+    send,
+)
 from kimi_hal_conformance.promises import Allowance, Effort, operand_names
 from kimi_hal_conformance.shrink import described as operands_of
 from kimi_hal_conformance.shrink import smallest
@@ -73,8 +83,7 @@ def _serve(batch: Batch, answers: int, judge: Integrity) -> NoReturn:
         faulthandler.enable()
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         own()
-        run(batch, answers, judge)
-        status = 0
+        status = run(batch, answers, judge)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -84,8 +93,11 @@ def _serve(batch: Batch, answers: int, judge: Integrity) -> NoReturn:
         os._exit(status)
 
 
-def run(batch: Batch, answers: int, judge: Integrity) -> None:
-    """Run the cases of a batch, sending each verdict when it is there."""
+def run(batch: Batch, answers: int, judge: Integrity) -> int:
+    """Run the cases of a batch, sending each verdict when it is there; return the status to end with.
+
+    A case that leaves the device unusable, as an illegal address does, is the process's last: the rest has a new one.
+    """
     cases.MADE.update({made.id: case(made) for made in batch.made})
     before = Surroundings.now()
     try:
@@ -93,10 +105,10 @@ def run(batch: Batch, answers: int, judge: Integrity) -> None:
         versions = dict(hooks.versions())
     except Exception as error:
         _say_all(batch, answers, f"the device hooks {batch.hooks} raised {described(error)}")
-        return
+        return 0
     if changed := before.restored(f"making the device hooks {batch.hooks}"):
         _say_all(batch, answers, "; ".join(changed))
-        return
+        return 0
     send(answers, Started(pid=os.getpid(), versions=versions))
     subject = Subject(batch.implementation, batch.device, hooks)
     left, waiting = Allowance(batch.relations, lasting=not batch.undeclared), not batch.undeclared
@@ -122,7 +134,19 @@ def run(batch: Batch, answers: int, judge: Integrity) -> None:
         if timing:
             send(answers, time_call(verdict.operator, subject))
         if verdict.status == FAILED:
+            if not usable(hooks):
+                return UNUSABLE
             send(answers, shrunk(verdict, subject, replace(effort, relations=False)))
+    return 0
+
+
+def usable(hooks: DeviceHooks) -> bool:
+    """Tell whether a device still answers: after some faults every later call raises, whatever it is."""
+    try:
+        hooks.synchronize()
+    except Exception:
+        return False
+    return True
 
 
 def shrunk(verdict: Verdict, subject: Subject, effort: Effort) -> Shrunk:

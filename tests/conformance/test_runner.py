@@ -405,3 +405,38 @@ def test_device_hooks_that_raise_fail_every_case(tmp_path: Path) -> None:
         found = suite.run(Request("hookless", only=OTHERS[:2]))
     problem = "the device hooks hookless_kernels:Device raised OSError: no driver"
     assert [(v.status, v.problems) for v in found.verdicts] == [(FAILED, (problem,))] * 2
+
+
+def test_a_case_that_leaves_the_device_unusable_is_its_processs_last(tmp_path: Path) -> None:
+    kernels = """
+from kimi_hal.dispatch.device import HostDevice
+from kimi_hal.reference.backend import build
+
+broken = False
+
+
+class Device(HostDevice):
+    def synchronize(self):
+        if broken:
+            raise RuntimeError("illegal address")
+
+
+def breaks(ctx):
+    right = build(ctx)
+
+    def run(outs, lses, *, out=None, lse_out=None):
+        global broken
+        broken = broken or outs.shape[1] == 7
+        return right(outs, lses, out=out, lse_out=lse_out)
+
+    return run
+"""
+    one = 'IMPLEMENTATIONS = (covering("merge_attn_states", "breaks"),)'
+    write(tmp_path, "breaking", one, kernels, device="breaking_kernels:Device")
+    cases = [f"merge_attn_states/parts1/heads12/dim512/bfloat16/rows{rows}" for rows in (7, 1)]
+    with installed(tmp_path):
+        found = suite.run(Request("breaking", only=cases))
+    bad, good = found.verdicts
+    assert (bad.status, bad.problems) == (FAILED, ("RuntimeError: illegal address",))
+    assert bad.input == "the whole case: it left the device unusable, and the process ended"
+    assert good.status == PASSED
