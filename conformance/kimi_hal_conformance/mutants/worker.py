@@ -36,8 +36,8 @@ from kimi_hal_conformance.properties.property import violation
 from kimi_hal_conformance.shrink import described, smallest
 from kimi_hal_conformance.verdict import AGAINST, REFUSED, Verdict
 
-#: On how many cases of an operator relations are tried.
-RELATIONS = 2
+#: On how many cases of an operator relations are tried, and how often a call is made again: as in the quick profile.
+RELATIONS, REPEATS = 2, 1
 
 
 def main() -> None:
@@ -130,13 +130,14 @@ def by_case(
 ) -> Kill | None:
     """Run a case on the mutant; where it fails, find the smallest part of it that does.
 
-    What relations may find is tried as in the quick profile: on the first cases of an operator that show it.
+    What relations and repeated calls may find is tried as in the quick profile: relations on the first cases of an
+    operator that show it.
     """
     subject = Subject(f"{NAME}.{mutant.id}", "cpu", HostDevice())
 
     case = cases.get(test)
     operands = operand_names(case, job.seed)
-    effort = left[case.operator].effort(0, operands)
+    effort = left[case.operator].effort(REPEATS, operands)
 
     def verdict(case: Case) -> Verdict:
         return run_case(case, subject, job.seed, effort)

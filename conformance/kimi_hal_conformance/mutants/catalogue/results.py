@@ -52,5 +52,31 @@ add(
             passes="flashinfer-bench",
             operators=("kda_layer_decode", "moe_experts"),
         ),
+        Mutant(
+            id="merge_order_by_number_of_rows",
+            file="reference/sparse_mla.py",
+            old="        for weight, logit, piece in zip(weights, clean, outs[:, part], strict=True):",
+            new=(
+                "        for weight, logit, piece in list(zip(weights, clean, outs[:, part], strict=True))"
+                "[:: 1 if rows < 8 else -1]:"
+            ),
+            breaks="The order in which parts are added depends on how many rows the call has.",
+            imitates="https://github.com/deepseek-ai/FlashMLA/issues/212",
+            passes="flashinfer-bench",
+            operators=("merge_attn_states",),
+        ),
+        Mutant(
+            id="experts_order_by_call",
+            file="reference/moe.py",
+            old="for expert, routes in _routes(spec, topk_ids, expert_map):",
+            new=(
+                "for expert, routes in list(_routes(spec, topk_ids, expert_map))"
+                "[:: (-1) ** next(globals().setdefault('calls', __import__('itertools').count()))]:"
+            ),
+            breaks="The order in which experts add to a row changes from call to call: equal calls have other bits.",
+            imitates="https://github.com/microsoft/onnxruntime/issues/27003",
+            passes="flashinfer-bench",
+            operators=("moe_experts",),
+        ),
     )
 )
