@@ -57,6 +57,7 @@ def command(operators: tuple[str, ...], tune: Path | None, device: str | None, *
         budget=options["budget"],
         only=options["only"],
         without=options["without"],
+        choices=tune is not None,
     )
     bench = Bench(settings, policy.registry(settings), device)
     for table in bench.tables(question, str(tune or ""), click.echo):

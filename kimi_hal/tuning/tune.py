@@ -41,6 +41,7 @@ class Question:
         budget: seconds of device time for each candidate.
         only: full names; empty: every candidate.
         without: full names that are left out.
+        choices: only where there is a choice: several candidates, or one with configurations.
     """
 
     specs: dict[str, Sequence[Spec]]
@@ -48,6 +49,7 @@ class Question:
     budget: float = 0.02
     only: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
+    choices: bool = False
 
 
 class Bench:
@@ -113,6 +115,9 @@ class Bench:
         found = [a for a in self.candidates(operator, spec, limits) if _wanted(a.full_name, question)]
         if not found:
             say(f"{what}: nothing fits")
+            return None
+        if question.choices and len(found) == 1 and not found[0].implementation.configurations:
+            say(f"{what}: left out, {found[0].full_name} alone fits")
             return None
         work = operands.make(operator, spec, sizes, self.device)
         entries = [entry for a in found for entry in self.entries(a, spec, work, question, say)]

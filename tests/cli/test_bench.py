@@ -175,6 +175,15 @@ def test_a_configuration_is_measured_written_down_and_given_to_the_builder(
     assert selected[0, :4].tolist() == [0, 1, 2, -1]
 
 
+def test_where_one_alone_fits_nothing_is_measured_for_a_table(
+    acme: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("topk_select", "--rows", "1", "--length", "64", "--implementation", "acme.quick")
+    assert bench(*words, "--tune", str(tmp_path / "t.json")) == 0
+    assert "1 rows × 64: left out, acme.quick alone fits\n" in capsys.readouterr().out
+    assert read(tmp_path / "t.json", "t").lines == ()
+
+
 def test_without_a_file_nothing_is_written(acme: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench("topk_select", "--rows", "1", "--length", "64", "--implementation", "acme.quick") == 0
     assert "written" not in capsys.readouterr().out
