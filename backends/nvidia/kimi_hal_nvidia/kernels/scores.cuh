@@ -162,7 +162,8 @@ struct Scorer {
     }
   }
 
-  // Decodes the queries of a block of rows into this warpgroup's columns; true where float16 does not hold them.
+  // Decodes the queries of a block of rows into this warpgroup's columns; true where float16 does not hold them, or
+  // float32 what they weigh.
   __device__ __forceinline__ bool load_queries(int group, int row, float (&held)[N / 4]) {
     int block = row / ROWS * ROWS, thread = threadIdx.x % 128;
     bool held_all = true;
@@ -191,7 +192,12 @@ struct Scorer {
         float w = 0.0f;
         if (live) {
           w = weight(mine, head);
-          if constexpr (FP4) w *= power(Fp4::largest(codes));
+          if constexpr (FP4) {
+            float unit = w * power(Fp4::largest(codes));
+            // Else it has no bits left, or its sums none above, that a key's scale brings back.
+            held_all = held_all && (w == 0.0f || (fabsf(unit) > 0x1p-100f && fabsf(unit) < 0x1p100f));
+            w = unit;
+          }
         }
         m.weights[group][n] = w;
       }

@@ -80,9 +80,10 @@ __device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, 
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-__device__ __forceinline__ float exp2_of(float x) {
+// Logits stay in base e: a large one would not be a float32 in base 2.
+__device__ __forceinline__ float exponential(float x) {
   float y;
-  asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x * LOG2E));
   return y;
 }
 
@@ -204,17 +205,18 @@ __device__ __forceinline__ void take_queries(Room<Format>& room, const Attention
     float most = 0.0f;
 #pragma unroll
     for (int n = 0; n < EACH; ++n) {
-      x[i][n] = inside ? x[i][n] * (32 * n < LATENT ? exp2f(Format::RAISED) : 1.0f) : 0.0f;
-      if (finite(x[i][n])) most = fmaxf(most, fabsf(x[i][n]));
+      x[i][n] = inside ? x[i][n] : 0.0f;
+      if (finite(x[i][n])) most = fmaxf(most, fabsf(x[i][n]) * (32 * n < LATENT ? 1.0f : exp2f(-Format::RAISED)));
     }
 #pragma unroll
     for (int step = 16; step; step /= 2) most = fmaxf(most, __shfl_xor_sync(EVERY, most, step));
-    int exponent = most > 0.0f ? max(-110, min(110, 13 - ilogbf(most))) : 0;
+    int exponent = most > 0.0f ? min(119, 13 - Format::RAISED - ilogbf(most)) : 0;
     float raised = exp2f(exponent);
-    if (lane() == 0) room.factor[h] = exp2f(-exponent) * unit * LOG2E;
+    if (lane() == 0) room.factor[h] = exp2f(-exponent) * unit;
     __half* parked = reinterpret_cast<__half*>(room.keys[1]) + h * WIDTH;
 #pragma unroll
-    for (int n = 0; n < EACH; ++n) parked[32 * n + lane()] = __float2half_rn(x[i][n] * raised);
+    for (int n = 0; n < EACH; ++n)
+      parked[32 * n + lane()] = __float2half_rn(x[i][n] * (32 * n < LATENT ? raised * exp2f(Format::RAISED) : raised));
   }
   __syncthreads();
   const __half* parked = reinterpret_cast<const __half*>(room.keys[1]);
@@ -361,7 +363,7 @@ __device__ __forceinline__ void add_values<Nvfp4>(
   }
 }
 
-// This block's part: maxima and sums of its keys, in base 2, and outputs.
+// This block's part: maxima of its keys' logits, sums of their exponentials, and outputs.
 struct Part {
   float o[8][4];
   float top[2], total[2];  // of two heads; `total` of this thread's keys alone
@@ -406,8 +408,8 @@ __device__ __forceinline__ void add_tile(Part& part, Room<Format>& room, int til
     for (int i = 0; i < GROUPS; ++i) higher = fmaxf(higher, room.most[i][head + c]);
     // Nothing yet, or a logit of +inf: whatever is subtracted, the exponential says the right thing of it.
     float base = finite(higher) ? higher : 0.0f;
-    float keep = exp2_of(part.top[c] - base);
-    float p = exp2_of(mine[c] - base), p_8 = exp2_of(mine[c + 2] - base);
+    float keep = exponential(part.top[c] - base);
+    float p = exponential(mine[c] - base), p_8 = exponential(mine[c + 2] - base);
     part.top[c] = higher;
     part.total[c] = part.total[c] * keep + p + p_8;
     room.p[group][head + c][key & 3][key >> 2] = __float2half_rn(p * LIFT);
@@ -493,14 +495,14 @@ __device__ __forceinline__ void weigh(Room<Format>& room, const Attention& a, lo
   float base = finite(top) ? top : 0.0f;
 #pragma unroll
   for (int i = 0; i < MOST_PARTS; ++i) {
-    float weight = exp2_of(tops[i] - base);
+    float weight = exponential(tops[i] - base);
     total += weight * totals[i];
     room.weight[i][head] = weight;
   }
   float unit = exp2f(Format::RAISED) / LIFT * (a.k_scale ? __ldg(a.k_scale) : 1.0f);
   room.share[head] = top == INFINITY ? NAN : unit / (total == 0.0f ? 1.0f : total);
   if (part == 0 && a.returns_lse && first_head + head < a.heads)
-    a.lse[row * a.lse_row + first_head + head] = top == INFINITY ? total : (base + log2f(total)) * LN2;
+    a.lse[row * a.lse_row + first_head + head] = top == INFINITY ? total : base + log2f(total) * LN2;
 }
 
 // Add the parts of the cluster's blocks; each block writes its share of the numbers.
