@@ -191,12 +191,12 @@ def experts(rows: int, size: int) -> Floor:
     streamed = tiled(hidden // 2, 2 * block, 1) + tiled(hidden // 32, 2 * block, 1)
     streamed += tiled(block // 2, hidden, 1) + tiled(block // 32, hidden, 1)
     scales = tiled(hidden // 32, 2 * block, 4) + tiled(block // 32, hidden, 4)
-    kept = 4 * tiled(size, hidden, 4) + tiled(size, hidden, 2)
+    kept = 5 * tiled(size, hidden, 4) + tiled(size, hidden, 2) + tiled(size, 2 * block, 4)
     return Floor(
         hbm=round(reached * numbers * 17 / 32) + routes * hidden * 3 * 4,
         bf16=round(reached * size * 2 * numbers),
         held=2 * streamed + scales + kept + 2 * tiled(1, size, 4),
-        smem=4 * (2 * tiles + 1) + 2 * 2 * size * 4,
+        smem=4 * (2 * tiles + 2) + 2 * 2 * size * 4,
     )
 
 

@@ -107,16 +107,47 @@ def test_every_code_under_every_scale_is_decoded(float4: bool) -> None:
     data = (np.arange(16)[:, None] + 16 * (number // 256)).astype(np.uint8)
     codes = (number % 256)[None].astype(np.uint8)
 
-    def kernel(data: Any, codes: Any, out: Any) -> None:
-        out[...] = mxfp4.decode(data[...], mxfp4.scales(codes[...]), float4)
+    def kernel(data: Any, codes: Any, large: Any, small: Any) -> None:
+        large[...] = mxfp4.decode(data[...], mxfp4.scales(codes[...]), float4)
+        small[...] = mxfp4.decode(data[...], mxfp4.small_scales(codes[...]), float4)
 
     shape = jax.ShapeDtypeStruct((32, number.size), jnp.bfloat16)
-    decoded = pl.pallas_call(kernel, out_shape=shape, interpret=SIMULATED.interpret)(data, codes)
+    made = pl.pallas_call(kernel, out_shape=(shape, shape), interpret=SIMULATED.interpret)(data, codes)
+    large, small = (np.asarray(x).astype(np.float64) for x in made)
     fmt = formats.experts(SPEC.weights)
     exact = fmt.decode(torch.tensor(data.T.copy()), torch.tensor(codes.T.copy()), torch.float64).T
     exact[exact.abs() > 2.0**127 * 1.99] = INF * exact[exact.abs() > 2.0**127 * 1.99].sign()
-    exact[(exact.abs() < 2.0**-126) | torch.tensor(codes == 0)] = 0.0
-    np.testing.assert_array_equal(np.asarray(decoded).astype(np.float64), exact.numpy())
+    np.testing.assert_array_equal(large + small * mxfp4.BACK**2, exact.numpy())
+    assert not ((large != 0) & (small != 0)).any()
+
+
+@pytest.fixture(scope="module")
+def small() -> dict[str, Any]:
+    """Return a call with small scales beside others in one column, in single blocks of gate and up and of down.
+
+    The other groups' inputs are 0 in some rows; in the others they hide what the small ones add.
+    """
+    draw = torch.Generator().manual_seed(5)
+    given: dict[str, Any] = {}
+    for name, (out, columns) in {"w13": (576, 64), "w2": (64, 288)}.items():
+        given[name] = torch.randint(0, 256, (3, out, columns // 2), generator=draw, dtype=torch.uint8)
+        given[f"{name}_scale"] = torch.full((3, out, columns // 32), 124, dtype=torch.uint8)
+    given["w13_scale"][0, 300:310, 1], given["w13_scale"][2, :, 1] = 0, 1
+    given["w2_scale"][0, :, 0], given["w2_scale"][1] = 63, 0
+    x = torch.randn(ROWS, 64, generator=draw)
+    x[::2] *= torch.cat([torch.zeros(32), torch.full((32,), 2.0**122)])
+    ids = (torch.arange(ROWS) % 3 + 2).int()[:, None].repeat(1, 2)
+    ids[::5, 1] = 2
+    weights = torch.rand(ROWS, 2, generator=draw) * torch.where(ids == 3, 2.0**60, 1.0)
+    return given | {"x": x.bfloat16(), "topk_weights": weights, "topk_ids": ids}
+
+
+def test_no_scale_is_too_small_to_count(small: dict[str, Any]) -> None:
+    found, exact = run(small), expected(small)
+    for row, right in zip(found, exact, strict=True):
+        assert near(row, right)
+    assert np.abs(exact[1]).max() < 2.0**-40
+    assert not races_found()
 
 
 def test_experts_without_rows_are_in_no_tile() -> None:
@@ -190,6 +221,13 @@ def test_scales_of_the_neighbouring_group_would_be_seen(
     right = mxfp4.scales
     monkeypatch.setattr(mxfp4, "scales", lambda codes: right(jnp.roll(codes, 1, axis=0)))
     assert not near(run(call), expected(call))
+
+
+def test_scales_that_a_tpu_takes_for_zero_would_be_seen(
+    small: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mxfp4, "any_small", lambda codes: False)
+    assert not all(near(*rows) for rows in zip(run(small), expected(small), strict=True))
 
 
 def test_one_buffer_for_two_tiles_is_a_race_that_the_detector_finds(

@@ -23,6 +23,7 @@ from kimi_hal_conformance import case as cases
 from kimi_hal_conformance.calls import Subject
 from kimi_hal_conformance.cases import load
 from kimi_hal_conformance.execute import try_case
+from kimi_hal_tpu.xla import powers
 from kimi_hal_tpu.xla.tracing import Traced, clamp, view_as
 
 NAN, INF = float("nan"), float("inf")
@@ -75,6 +76,11 @@ def test_sequences_of_one_bucket_share_a_compilation() -> None:
     [
         "quantize_index_query/edges/values/index.mxfp4.page64",
         "store_index_keys/edges/slots/index.mxfp4.page64",
+        "indexer_logits/edges/block-scales/key-0/index.mxfp4.page64",
+        "indexer_logits/edges/block-scales/query-0/index.mxfp4.page64",
+        "indexer_logits/edges/block-scales/key-0/index.fp8.e4m3fn.ue8m0x4.page64",
+        "moe_experts/edges/smallest-scale/w13",
+        "moe_experts/edges/smallest-scale/w2",
         "indexer_topk/slots",
         "store_latent/edges/slots/latent.nvfp4.352",
         "sparse_mla/edges/owner-of-3/rank2",
@@ -141,3 +147,17 @@ def test_a_clamp_keeps_infinity_and_nan() -> None:
     for low, high in ((0.0, None), (None, 2.0), (0.0, 2.0)):
         found = clamp(x.to(torch_xla.device()), min=low, max=high).cpu()
         assert torch.equal(found.nan_to_num(7.0), x.clamp(low, high).nan_to_num(7.0))
+
+
+def test_the_halves_of_every_scale_are_normal_numbers_whose_product_it_is() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    with Traced():
+        moved = codes.to(torch_xla.device())
+        made = [*powers.halves(moved), powers.of_large(moved), powers.of_small(moved)]
+    first, second, large, small = (x.cpu().double() for x in made)
+    exact = 2.0 ** (torch.arange(256).double() - 127)
+    assert torch.equal((first * second)[:255], exact[:255])
+    assert ((first >= 2.0**-64) & (first <= 2.0**64) & (second >= 2.0**-64) & (second <= 2.0**64))[:255].all()
+    assert torch.equal((large + small * powers.BACK**2)[:255], exact[:255])
+    assert all(x[255].isnan() for x in (first, second, large))
+    assert small[255] == 0

@@ -98,6 +98,11 @@ def scratch(blocks: Blocks, size: int) -> list[Any]:
         pltpu.VMEM((BUFFERS, size, blocks.hidden), jnp.float32),  # rows of this tile and of the next
         pltpu.VMEM((size, blocks.hidden), jnp.bfloat16),  # this tile's, as they are multiplied
         pltpu.VMEM((size, blocks.hidden), jnp.float32),  # their experts' result
+        pltpu.VMEM(
+            (size, blocks.hidden), jnp.float32
+        ),  # of groups of small scales, and whether there were any
+        pltpu.SMEM((1,), jnp.int32),
+        pltpu.VMEM((size, 2 * blocks.columns), jnp.float32),  # gate and up of a block
         pltpu.VMEM((size, blocks.hidden), jnp.float32),  # the rows' sums so far
         pltpu.VMEM((blocks.hidden // mxfp4.GROUP, 2 * blocks.columns), jnp.float32),
         pltpu.VMEM((blocks.columns // mxfp4.GROUP, blocks.hidden), jnp.float32),
@@ -108,7 +113,7 @@ def scratch(blocks: Blocks, size: int) -> list[Any]:
 
 def held(blocks: Blocks, size: int) -> int:
     """Return the bytes of VMEM that the kernel asks for: scratch, and two buffers of every block of weights."""
-    rows = size * blocks.hidden * (BUFFERS * 4 + 2 + 4 + 4)
+    rows = size * (blocks.hidden * (BUFFERS * 4 + 2 + 4 + 4 + 4) + 4 * 2 * blocks.columns)
     groups = (
         blocks.hidden // mxfp4.GROUP * 2 * blocks.columns
         + max(8, blocks.columns // mxfp4.GROUP) * blocks.hidden
@@ -139,6 +144,9 @@ def _kernel(
     fetched: Ref,
     inputs: Ref,
     result: Ref,
+    small: Ref,
+    has_small: Ref,
+    both: Ref,
     sums: Ref,
     scale13: Ref,
     scale2: Ref,
@@ -181,17 +189,34 @@ def _kernel(
         each(own, lambda r: fetch(tile, r, 0).wait())
         inputs[...] = fetched[tile % BUFFERS].astype(jnp.bfloat16)
         result[...] = jnp.zeros_like(result)
+        has_small[0] = 0
 
     @pl.when(tile < used[0])
     def _block() -> None:
         scale13[...] = mxfp4.scales(w13_scale[0, 0])
-        scale2[...] = mxfp4.scales(w2_scale[0, 0])
-        both = gate_and_up(inputs, w13.at[0, 0], scale13, float4)
+        both[...] = gate_and_up(inputs, w13.at[0, 0], scale13, float4)
+
+        @pl.when(mxfp4.any_small(w13_scale[0, 0]))
+        def _small_inputs() -> None:
+            scale13[...] = mxfp4.small_scales(w13_scale[0, 0])
+            both[...] += gate_and_up(inputs, w13.at[0, 0], scale13, float4) * mxfp4.BACK * mxfp4.BACK
+
         hidden = activation(spec, both[:, : blocks.columns], both[:, blocks.columns :])
         column = step * blocks.columns + jax.lax.broadcasted_iota(jnp.int32, hidden.shape, 1)
         # Padding's gate is no number where a row is infinite, and must not reach the columns that are.
         hidden = jnp.where(column < spec.intermediate, hidden, 0.0).astype(jnp.bfloat16)
+        scale2[...] = mxfp4.scales(w2_scale[0, 0])
         add_down(result, hidden, w2.at[0, 0], scale2, float4)
+
+        @pl.when(mxfp4.any_small(w2_scale[0, 0]))
+        def _small_outputs() -> None:
+            @pl.when(has_small[0] == 0)
+            def _clear() -> None:
+                small[...] = jnp.zeros_like(small)
+                has_small[0] = 1
+
+            scale2[...] = mxfp4.small_scales(w2_scale[0, 0])
+            add_down(small, hidden, w2.at[0, 0], scale2, float4)
 
     @pl.when((tile < used[0]) & (step == blocks.count - 1))
     def _end() -> None:
@@ -199,6 +224,12 @@ def _kernel(
         # A product and a sum of their own: fused, their bits would depend on the tile's size.
         result[...] *= column_of(weights[0])
         sums[...] += result[...]
+
+        @pl.when(has_small[0] == 1)
+        def _add_small() -> None:
+            # Half of the factor goes before the weight, which may be as large, and half after it.
+            sums[...] += small[...] * mxfp4.BACK * column_of(weights[0]) * mxfp4.BACK
+
         each(own, lambda r: save(r, rows[0, 0, r]).start())
 
         @pl.when(tile + 1 == used[0])

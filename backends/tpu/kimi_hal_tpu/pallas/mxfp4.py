@@ -1,6 +1,7 @@
-"""MXFP4 weights in VMEM: bytes of two codes and their scales to bfloat16, in which nearly every value is exact.
+"""MXFP4 weights in VMEM: bytes of two codes and their scales to bfloat16, in which every value is exact.
 
-A product of code and scale below 2^−126 becomes 0, above bfloat16's largest number infinite, and a scale of 255 NaN.
+A TPU takes subnormal numbers for 0. So groups under small scales are decoded apart, 2^64 times as large as they are; a
+product beyond bfloat16's largest number is infinite, and a scale of 255 NaN.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from kimi_hal_tpu.pallas.mode import Array
 #: Elements that share a scale.
 GROUP = 32
 NAN = 0x7FC00000
+#: Codes below this are small; the square of ``BACK`` undoes what they are decoded too large.
+SMALL, BACK = 64, 2.0**-32
 
 
 def decode(data: Array, scale: Array, float4: bool) -> Array:
@@ -45,6 +48,18 @@ def elements(data: Array) -> Array:
 
 
 def scales(codes: Array) -> Array:
-    """Return ``2^(code − 127)`` float32 of uint8 codes; 255 gives NaN, and 0 gives 0, as a TPU has no subnormals."""
+    """Return ``2^(code − 127)`` float32 of uint8 codes, 0 of small ones, NaN of 255."""
     wide = codes.astype(jnp.int32)
-    return jax.lax.bitcast_convert_type(jnp.where(wide == 255, NAN, wide << 23), jnp.float32)
+    bits = jnp.where(wide == 255, NAN, jnp.where(wide < SMALL, 0, wide << 23))
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def small_scales(codes: Array) -> Array:
+    """Return ``2^(code − 63)`` float32 of small codes, 0 of others."""
+    wide = codes.astype(jnp.int32)
+    return jax.lax.bitcast_convert_type(jnp.where(wide < SMALL, (wide + 64) << 23, 0), jnp.float32)
+
+
+def any_small(codes: Array) -> Array:
+    """Tell whether there is a small code."""
+    return jnp.max(jnp.where(codes.astype(jnp.int32) < SMALL, 1.0, 0.0)) > 0

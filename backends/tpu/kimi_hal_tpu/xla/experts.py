@@ -101,5 +101,5 @@ def summed(x: Tensor, packed: Tensor, scale: Tensor, factor: Tensor) -> Tensor:
 
 def weights(packed: Tensor, scale: Tensor) -> Tensor:
     """Return e2m1 codes under float32 scales, ``[N, K]``."""
-    values = minifloat.decode_nibbles(packed).unflatten(1, scale.shape[1:] + (-1,))
+    values = minifloat.decode_nibbles(packed).unflatten(1, (*scale.shape[1:], -1))
     return (values * scale[..., None]).flatten(1)

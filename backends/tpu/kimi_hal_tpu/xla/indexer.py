@@ -110,7 +110,9 @@ def codes_of(fmt: IndexFormat, data: Tensor) -> Tensor:
     return minifloat.decode(data, minifloat.ELEMENTS[fmt.element])
 
 
-def piece(fmt: IndexFormat, cache: Tensor, line: Tensor, query: tuple[Tensor, Tensor], weights: Tensor) -> Tensor:
+def piece(
+    fmt: IndexFormat, cache: Tensor, line: Tensor, query: tuple[Tensor, Tensor], weights: Tensor
+) -> Tensor:
     """Score some columns of every row's pages: ``line [T, n]`` -> ``[T, n · page]``."""
     rows, columns = line.shape
     named = (line >= 0) & (line < cache.shape[0])

@@ -37,7 +37,7 @@ def of_large(codes: Tensor) -> Tensor:
 def of_small(codes: Tensor) -> Tensor:
     """Return 2^(code − 63) of small codes, 0 for others."""
     code = codes.to(torch.int32)
-    return torch.where(code < SMALL, power(code, code + 64), 0.0)
+    return (torch.where(code < SMALL, code + 64, 0) << FRACTION).view(torch.float32)
 
 
 def scaled(x: Tensor, *factors: Tensor | float) -> Tensor:
