@@ -117,7 +117,7 @@ def _within(value: Any, domain: Domain) -> bool:
 
 def _requires(required: Mapping[str, str], target: Target) -> Iterator[str]:
     for name, specifier in required.items():
-        version = target.facts.get(name) or _distribution(name)
+        version = target.facts.get(name) or distribution(name)
         if version is None:
             if not (target.foreign and name in target.probed):
                 yield f"{name} is not installed; it needs {name}{specifier}"
@@ -129,7 +129,8 @@ def _requires(required: Mapping[str, str], target: Target) -> Iterator[str]:
             yield f"{name}{specifier} cannot be checked: {error}"
 
 
-def _distribution(name: str) -> str | None:
+def distribution(name: str) -> str | None:
+    """Return the version of an installed distribution, or ``None``. Imports nothing of it."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

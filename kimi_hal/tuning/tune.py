@@ -13,6 +13,7 @@ from kimi_hal.dispatch.candidate import Assessment, assess
 from kimi_hal.dispatch.explain import default_device
 from kimi_hal.dispatch.hookspecs import DeviceHooks
 from kimi_hal.dispatch.loader import Loaded, Registry, resolve
+from kimi_hal.dispatch.matching import distribution
 from kimi_hal.dispatch.shapes import Shape, decisive, shape
 from kimi_hal.dispatch.tuned import Entry, Line, Table
 from kimi_hal.dispatch.wish import Request, wish
@@ -90,7 +91,9 @@ class Bench:
     def measured(self) -> str:
         """Return when and with which versions of what."""
         day = datetime.datetime.now(datetime.UTC).date().isoformat()
-        versions = {**self.hooks.versions(), **self.probe.facts}
+        required = {n for i in self.backend.implementations for c in i.capabilities for n in c.requires}
+        libraries = {name: found for name in required if (found := distribution(name)) is not None}
+        versions = {**self.hooks.versions(), **libraries, **self.probe.facts}
         return ", ".join((day, *(f"{name} {version}" for name, version in sorted(versions.items()))))
 
     def lines(self, question: Question, say: Say) -> Iterator[Line]:

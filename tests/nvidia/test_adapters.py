@@ -16,12 +16,14 @@ from kimi_hal.ops.operator import get
 from kimi_hal.ops.sparse_mla import SparseMLASpec
 from kimi_hal.ops.spec import Limits
 from kimi_hal.ops.topk_merge import TopKSpec
+from kimi_hal_conformance import waivers
 from kimi_hal_nvidia.adapters import libraries
 from kimi_hal_nvidia.adapters.claims import ADAPTERS
 from kimi_hal_nvidia.implementations import IMPLEMENTATIONS
 
 pytest.importorskip("triton", reason="Triton is not installed: its CPU interpreter cannot run")
 MODULE = "peer_adapters"
+ROOT = Path(__file__).resolve().parents[2]
 FACTS = {"deep-gemm": "2.8.1", "vllm": "0.33.0", "sgl-flash-mla": "1.0.0", "flashinfer-python": "0.7.4"}
 H200 = matching.Target("sm_90", FACTS | {"triton": "3.6.0"})
 CLAIMS = {i.name: i for i in ADAPTERS}
@@ -144,3 +146,10 @@ def test_an_operator_with_other_arguments_is_told() -> None:
         ImportError, match=r"^torch\.ops\.kimi_hal_fake has no h: another version of the library$"
     ):
         libraries.operator("kimi_hal_fake", "h", ())
+
+
+def test_a_known_failure_is_waived_for_an_adapter_that_never_counts_as_conforming() -> None:
+    for waiver in waivers.read(ROOT / "backends" / "nvidia" / "waivers.toml"):
+        adapter = CLAIMS[waiver.implementation.partition(".")[2]]
+        assert waiver.case.startswith(adapter.operator + "/")
+        assert {c.properties.tie_rule for c in adapter.capabilities} == {"any"}
