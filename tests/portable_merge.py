@@ -129,6 +129,13 @@ def check_float32_scores_are_merged_in_all_their_bits() -> None:
         same(scores, int32([200]), 24, 3, 4, protocol=protocol)
 
 
+def check_ties_that_no_rank_sent_do_not_win() -> None:
+    scores = torch.zeros(1, 48)  # rank 0 holds the first 16 positions, and sends no more of them than can win
+    same(scores, int32([48]), 16, 3, 16, protocol="scores_only")
+    scores[0, 20:28] = 1.0  # then eight of its ties win
+    same(scores, int32([48]), 16, 3, 16, protocol="scores_only")
+
+
 def check_a_quota_of_one_sends_rows_again() -> None:
     scores, lengths = tied_rows(5, 60, seed=3)
     same(scores, lengths, 8, 3, protocol="compact", quota=1)

@@ -132,16 +132,16 @@ def add_tile(
     top, total, o = state
     k = latents(raw, FORMAT, SMALL == 0, KEYS, COUNT)
     shared = shared_part(raw, FORMAT, SMALL == 0, KEYS)
-    if FORMAT == "flashmla":
-        s = tl.dot(contracted(shared, KEYS, SHARED, SHARED_RUN), q_shared)
-        for i in tl.static_range(512 // COUNT):
-            s += tl.dot(contracted(k[i], KEYS, COUNT, RUN), q[i]) * scales[i][:, None]
-    else:
-        s = tl.dot(contracted(k[0], KEYS, COUNT, RUN), q[0])
-        for i in tl.static_range(1, 512 // COUNT):
-            s = tl.dot(contracted(k[i], KEYS, COUNT, RUN), q[i], s)
-        s = tl.dot(contracted(shared, KEYS, SHARED, SHARED_RUN), q_shared, s)
-    s = tl.where(live[:, None], s * factor[None, :], -INFINITY)
+    # Chains of their own: a matrix unit cuts each of its sums, and long chains lean to one side. Each is multiplied
+    # before it is added, else the compiler makes one chain of all.
+    scale = factor[None, :]
+    s = tl.dot(contracted(shared, KEYS, SHARED, SHARED_RUN), q_shared) * scale
+    for i in tl.static_range(512 // COUNT):
+        part = tl.dot(contracted(k[i], KEYS, COUNT, RUN), q[i])
+        if FORMAT == "flashmla":
+            part *= scales[i][:, None]
+        s += part * scale
+    s = tl.where(live[:, None], s, -INFINITY)
     higher = tl.maximum(top, tl.max(s, axis=0))
     # Nothing yet, or a logit of +inf: whatever is subtracted, the exponential says the right thing of it.
     base = tl.where(tl.abs(higher) < INFINITY, higher, 0.0)

@@ -176,7 +176,10 @@ def _decode(
         qs, ks = unit(qs, NORM) * scale, unit(ks, NORM)
         mask = inside_v[:, None] & inside_k[None, :]
         at = state + slot * state_slot + head * state_head + value[:, None] * state_value + channel[None, :]
-        s = tl.load(at, mask=mask, other=0.0) * tl.exp(g)[None, :]
+        s = tl.load(at, mask=mask, other=0.0)
+        # Several threads hold one element of a small tile: none may store it before all have read it.
+        tl.debug_barrier()
+        s *= tl.exp(g)[None, :]
         u = b * (vs - tl.sum(s * ks[None, :], axis=1))
         s += u[:, None] * ks[None, :]
         tl.store(at, s, mask=mask)

@@ -29,7 +29,7 @@ STRIDES = ("q_row", "q_head", "page_stride", "index_row", "out_row", "out_head",
 FP8, FNUZ = "latent.fp8.e4m3fn.tensor", "latent.fp8.e4m3fnuz.tensor"
 NVFP4, RECORD, BF16 = "latent.nvfp4.352", "latent.flashmla.656", "latent.bf16"
 #: Bytes a thread that an assembler keeps in memory at most, over all targets (Triton 3.9), and some room.
-SPILLED = {"nvfp4": 192, "record": 384, "bf16": 128, "sharded": 384}
+SPILLED = {"nvfp4": 192, "record": 384, "bf16": 160, "sharded": 384}
 #: Formats whose scale is a quotient.
 DIVIDED = (FP8, NVFP4, RECORD)
 

@@ -147,10 +147,10 @@ def cut_short(
     live = key != NO_KEY
     count = tl.sum(live.to(tl.int32))
     if FLIPPED:
-        needed = tl.load(wanted + row)
-        least = tl.min(tl.where(live, key, NO_BOUND))
-        threshold = kth(key, count, needed, LOW)
-        tl.store(bound + row, ~tl.where(count > needed, threshold, least))
+        # The very position: ranks hold others, which they did not send, between it and the next that was sent.
+        threshold = kth(key, count, tl.load(wanted + row), LOW)
+        reached = tl.min(tl.where(live & (key >= threshold), key, NO_BOUND))
+        tl.store(bound + row, ~reached)
     else:
         threshold = kth(key, count, k, LOW)
         tl.store(cut + row, threshold)
