@@ -60,8 +60,13 @@ def _differences(earlier: Report, now: Mapping[str, object], versions: Mapping[s
             yield f"its {name} is {before!r}, this run's {value!r}"
     for name, before in earlier.environment.versions.items():
         here = versions.get(name) or _installed(name)
-        if here and here != before:
+        if here and _public(here) != _public(before):
             yield f"its {name} is version {before}, here it is {here}"
+
+
+def _public(version: str) -> str:
+    """Return a version without its local part: a wheel's metadata may lack what the library says of its build."""
+    return version.partition("+")[0]
 
 
 def _installed(name: str) -> str:

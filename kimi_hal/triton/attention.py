@@ -254,7 +254,8 @@ def put(
     tl.store(to[:, None] + column[None, :], x.to(to.dtype.element_ty), mask=inside[:, None])
 
 
-@triton.jit
+# A width of 1 would make the loop one straight run, which an assembler turns into reads beyond shared memory.
+@triton.jit(do_not_specialize=("width",))
 def attend(
     q,
     cache,

@@ -26,8 +26,8 @@ class Format:
         small: exponent by which decoded keys may be left smaller than they are; 0: they are as they are.
         count: latents multiplied at once: 128 where each 128 have a scale, or rows are long; else 256.
         tuned: whether it is cut in the forms that pay most: blocks of 32 heads, and a single tile whose loads
-            stand before the query's. With the other formats the second form ended in illegal memory accesses on
-            an H200 under Triton 3.6, although every address in its PTX is right; they keep to loops.
+            stand before the query's. With the other formats the assembler of Triton 3.6 lets the second form's last
+            products read beyond shared memory (that of CUDA 13.0 does not); they keep to loops.
     """
 
     kind: str

@@ -8,15 +8,18 @@ from kimi_hal.triton.claim_terms import DCP, ELEMENT, EXECUTION, FLAG, FLOAT, LA
 
 #: Latents are read by whole words: rows begin at whole 16 bytes, as packed caches have them.
 PAGES = TensorCap(align=16)
-RUN = ("latent.fp8.e4m3fn.tensor", "latent.fp8.e4m3fnuz.tensor", "latent.nvfp4.352")
-#: An earlier form of the attention over these ended in illegal memory accesses on a device, and the present
-#: form has not been run on one: it is claimed for the interpreter alone.
-NOT_RUN = ("latent.flashmla.656", "latent.bf16")
-FORMATS = OneOf((*RUN, *NOT_RUN))
+FORMATS = OneOf(
+    (
+        "latent.fp8.e4m3fn.tensor",
+        "latent.fp8.e4m3fnuz.tensor",
+        "latent.nvfp4.352",
+        "latent.flashmla.656",
+        "latent.bf16",
+    )
+)
 CACHE: dict[str, Domain] = {"latent": FORMATS, "page": Range(1, 1 << 20)}
 ATTENTION: dict[str, Domain] = {
-    "latent": OneOf(RUN),
-    "page": Range(1, 1 << 20),
+    **CACHE,
     **DCP,
     "num_heads": Range(1, 128),
     "topk": Range(1, 1 << 20),
@@ -58,17 +61,6 @@ def sparse_mla(arch: tuple[str, ...]) -> tuple[Implementation, ...]:
         _implementation(
             arch,
             "sparse_mla",
-            ATTENTION | {"latent": OneOf(NOT_RUN)},
-            attention,
-            name="triton_not_run",
-            build="build_sparse_mla",
-            compile="sparse_mla_not_run",
-            size=SIZE,
-            execution=("interpreted",),
-        ),
-        _implementation(
-            arch,
-            "sparse_mla",
             ATTENTION | {"out_dtype": OneOf(("bfloat16",))},
             attention,
             name="triton_p16",
@@ -97,7 +89,6 @@ def _implementation(
     size: str | None = None,
     numerics: tuple[str, ...] = (),
     preferences: tuple[Preference, ...] = LAST,
-    execution: tuple[str, ...] = EXECUTION,
 ) -> Implementation:
     return Implementation(
         operator=operator,
@@ -107,7 +98,7 @@ def _implementation(
         capabilities=(Capability(arch=arch, spec=spec, tensors=tensors, properties=ROW, requires=REQUIRES),),
         preferences=preferences,
         size=size,
-        execution=execution,
+        execution=EXECUTION,
         numerics=numerics,
         source=SOURCE,
     )

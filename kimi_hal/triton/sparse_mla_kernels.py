@@ -25,7 +25,7 @@ POINTERS = {
     "lse_out": "*fp32",
     "softmax_scale": "fp32",
 }
-STRIDES = ("q_row", "q_head", "page_stride", "index_row", "out_row", "out_head", "width")
+STRIDES = ("q_row", "q_head", "page_stride", "index_row", "out_row", "out_head")
 FP8, FNUZ = "latent.fp8.e4m3fn.tensor", "latent.fp8.e4m3fnuz.tensor"
 NVFP4, RECORD, BF16 = "latent.nvfp4.352", "latent.flashmla.656", "latent.bf16"
 #: Bytes a thread that an assembler keeps in memory at most, over all targets (Triton 3.9), and some room.
@@ -49,7 +49,8 @@ def store_latent(target: Target) -> tuple[Kernel, ...]:
 
 
 def sparse_mla(target: Target) -> tuple[Kernel, ...]:
-    """Return attention over the formats that ran on a device, and the sum of its parts."""
+    """Return attention over latents, with FP8 queries too, and the sum of its parts."""
+    queries: dict[str, Any] = {"q_dtype": "float8_e4m3fn", "out_dtype": "float32"}
     types = {"parts": "*fp32", "lses": "*fp32", "out": "*bf16", "lse_out": "*fp32"}
     together = Launch(
         attention.combine,
@@ -60,6 +61,8 @@ def sparse_mla(target: Target) -> tuple[Kernel, ...]:
     return (
         _attended("decode", target, 1, ahead=False, num_heads=12, latent=FP8),
         _attended("nvfp4", target, 64, num_heads=12, latent=NVFP4),
+        _attended("record", target, 4096, terms=3, num_heads=12, latent=RECORD, **queries),
+        _attended("bf16", target, 4096, num_heads=12, latent=BF16),
         described("combine", together, target),
     )
 
@@ -72,15 +75,6 @@ def sparse_mla_p16(target: Target) -> tuple[Kernel, ...]:
         "has_index_len": True,
     }
     return (_attended("sharded", target, 64, terms=1, num_heads=96, latent=FNUZ, **spread),)
-
-
-def sparse_mla_not_run(target: Target) -> tuple[Kernel, ...]:
-    """Return attention over the formats that no device has run, with FP8 queries too."""
-    queries: dict[str, Any] = {"q_dtype": "float8_e4m3fn", "out_dtype": "float32"}
-    return (
-        _attended("record", target, 4096, terms=3, num_heads=12, latent=RECORD, **queries),
-        _attended("bf16", target, 4096, num_heads=12, latent=BF16),
-    )
 
 
 def merge_attn_states(target: Target) -> tuple[Kernel, ...]:

@@ -97,6 +97,12 @@ def test_fewer_repeats_than_this_run_makes_prove_nothing_for_it(first: Report) -
     assert len(tried) == 4
 
 
+def test_a_wheel_that_does_not_tell_its_build_is_the_same_version(first: Report) -> None:
+    torch = first.environment.versions["torch"].partition("+")[0]
+    _, tried = again(elsewhere(first, versions={**first.environment.versions, "torch": f"{torch}+cu999"}))
+    assert tried == ["again.wrong kda_gate/tp8/rows1"]
+
+
 def test_other_conditions_are_refused_and_all_named(first: Report) -> None:
     versions = {**first.environment.versions, "torch": "2.0.0"}
     other = elsewhere(first, versions=versions, profile="quick")

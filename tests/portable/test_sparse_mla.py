@@ -44,18 +44,14 @@ def test_claims_cover_every_format_that_kernels_know() -> None:
 
 def test_only_the_implementation_that_rounds_probabilities_says_so() -> None:
     declared = {i.name: i.numerics for i in sparse_mla(("sm_90",)) if i.operator == "sparse_mla"}
-    assert declared == {"triton": (), "triton_not_run": (), "triton_p16": ("attn.p=bf16",)}
+    assert declared == {"triton": (), "triton_p16": ("attn.p=bf16",)}
 
 
-def test_what_no_device_has_run_is_claimed_for_the_interpreter_alone() -> None:
-    untried = next(i for i in sparse_mla(("sm_90",)) if i.name == "triton_not_run")
-    assert untried.execution == ("interpreted",)
-    for other in sparse_mla(("sm_90",)):
-        if other.operator == "sparse_mla" and other.name != untried.name:
-            assert all(
-                name not in other.capabilities[0].spec["latent"]
-                for name in ("latent.bf16", "latent.flashmla.656")
-            )
+def test_a_width_of_one_leaves_the_loop_a_loop() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from kimi_hal.triton import attention
+
+    assert list(attention.attend.do_not_specialize) == ["width"]
 
 
 @pytest.fixture(scope="module")
