@@ -14,11 +14,22 @@ MANIFEST = KEPT / "manifest.json"
 
 #: Architecture as a probe names it -> target of the code, which is this architecture's own.
 TARGETS = {"sm_90": "sm_90a", "sm_100": "sm_100a", "sm_103": "sm_103a"}
+#: What every form of selection includes.
+SELECTION = (
+    "together.cuh",
+    "copies.cuh",
+    "halves.cuh",
+    "selection.cuh",
+    "order.cuh",
+    "block.cuh",
+    "shards.cuh",
+)
 #: Sources that are compiled, each with what it includes.
 STEMS = {
-    "topk_short": ("selection.cuh", "order.cuh", "block.cuh", "shards.cuh"),
-    "topk_wide": ("slices.cuh", "selection.cuh", "order.cuh", "block.cuh", "shards.cuh"),
-    "topk_many": ("slices.cuh", "selection.cuh", "order.cuh", "block.cuh", "shards.cuh"),
+    "topk_short": ("held.cuh", *SELECTION),
+    "topk_team": ("held.cuh", *SELECTION),
+    "topk_wide": ("slices.cuh", *SELECTION),
+    "topk_many": ("slices.cuh", *SELECTION),
     "index_scores_fp8": (
         "scores.cuh",
         "copies.cuh",

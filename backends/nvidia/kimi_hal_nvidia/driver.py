@@ -12,7 +12,7 @@ from kimi_hal.errors import PluginError
 from kimi_hal_nvidia import cubins
 
 #: cuda.h: attributes of a kernel, of a launch, and of a device.
-MAX_DYNAMIC_SHARED, NON_PORTABLE_CLUSTER, CLUSTER_DIMENSION, PROCESSORS = 8, 14, 4, 16
+MAX_DYNAMIC_SHARED, NON_PORTABLE_CLUSTER, CLUSTER_DIMENSION, OVERLAP, PROCESSORS = 8, 14, 4, 6, 16
 
 
 class _Dimensions(Structure):
@@ -20,7 +20,7 @@ class _Dimensions(Structure):
 
 
 class _Value(Union):
-    _fields_ = (("cluster", _Dimensions), ("room", c_char * 64))
+    _fields_ = (("cluster", _Dimensions), ("flag", c_int), ("room", c_char * 64))
 
 
 class _Attribute(Structure):
@@ -53,7 +53,7 @@ def library() -> ctypes.PyDLL:
         raise PluginError(
             "nvidia", f"the CUDA driver cannot be loaded ({error}): install an NVIDIA driver"
         ) from error
-    cuda.cuLaunchKernelEx.argtypes = (POINTER(Launch), c_void_p, c_void_p, c_void_p)
+    cuda.cuLaunchKernelEx.argtypes = (c_void_p,) * 4  # numbers, which cost less than objects
     return cuda
 
 
@@ -111,26 +111,36 @@ def kernel(stem: str, arch: str, name: str, *, threads: int, shared: int, device
     return Kernel(name, handle, threads, shared)
 
 
-def launcher(what: Kernel, parameters: int, cluster: bool = False) -> Callable[..., None]:
+def launcher(
+    what: Kernel, parameters: int, cluster: bool = False, overlap: bool = False
+) -> Callable[..., None]:
     """Return ``launch(grid, stream, blocks=1)``, which launches a kernel with one structure as its argument.
 
     Args:
         what: the kernel.
         parameters: the address of the structure, which the driver copies during a call.
         cluster: the launch names the blocks of a cluster.
+        overlap: it may begin before the kernel ahead of it has ended, for which it waits itself.
     """
-    attribute = _Attribute(id=CLUSTER_DIMENSION)
+    attributes = (_Attribute * 2)(_Attribute(id=OVERLAP), _Attribute(id=CLUSTER_DIMENSION))
+    attributes[0].value.flag = 1
+    attribute = attributes[1]
     attribute.value.cluster.x = attribute.value.cluster.y = attribute.value.cluster.z = 1
     config = Launch(
         grid=(1, 1, 1),
         block=(what.threads, 1, 1),
         shared=what.shared,
-        attributes=ctypes.pointer(attribute),
-        attribute_count=int(cluster),
+        attributes=ctypes.pointer(attributes[0 if overlap else 1]),
+        attribute_count=int(cluster) + int(overlap),
     )
     arguments = (c_void_p * 1)(parameters)
-    call, handle, grid, at = library().cuLaunchKernelEx, what.handle, config.grid, byref(config)
-    given = ctypes.cast(arguments, c_void_p)
+    call, handle, grid, at = (
+        library().cuLaunchKernelEx,
+        what.handle.value,
+        config.grid,
+        ctypes.addressof(config),
+    )
+    given = ctypes.addressof(arguments)
 
     def launch(blocks_x: int, blocks_y: int, stream: int, blocks: int = 1) -> None:
         grid[0], grid[1] = blocks_x, blocks_y
@@ -141,5 +151,5 @@ def launcher(what: Kernel, parameters: int, cluster: bool = False) -> Callable[.
         if code:
             raise PluginError("nvidia", say(code, f"launching {what.name} on {blocks_x} × {blocks_y} blocks"))
 
-    launch.keeps = (arguments, attribute)  # type: ignore[attr-defined]
+    launch.keeps = (arguments, attributes, config)  # type: ignore[attr-defined]
     return launch

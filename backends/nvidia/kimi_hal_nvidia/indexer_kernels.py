@@ -5,41 +5,41 @@ from __future__ import annotations
 from kimi_hal.dispatch.contract import Instruction, Kernel, Target
 from kimi_hal_nvidia.compiling import described
 from kimi_hal_nvidia.scores import RINGS
-from kimi_hal_nvidia.topk import FORMS
+from kimi_hal_nvidia.topk import CLUSTERS, FORMS
 
 #: Rows of scores are read by vectors of 16 bytes.
 WIDE_LOADS = Instruction(r"LDG\.E\.128", "scores are read sixteen bytes a thread at a time")
 BULK_COPY = Instruction(r"UBLKCP", "a page of keys is one asynchronous copy")
 CLUSTER = Instruction(r"UCGABAR_ARV", "blocks of a cluster meet before they read each other's candidates")
-NO_FP8_PRODUCTS = Instruction(
-    r"QGMMA|QMMA|UTCQMMA", "FP8 products are added with fewer bits than the contract asks for"
-)
+FP8_PRODUCTS = Instruction(r"QGMMA|QMMA|UTCQMMA", "FP8 products are added with few bits")
 CONVERTED = Instruction(r"F2FP\.F16\.E4M3", "FP8 keys are converted by instruction")
-KEEPS_NAN = Instruction(r"FMNMX(\d?)\.NAN|FMNMX.*NAN", "the rectifier lets NaN through")
 #: Heads of the model's indexer.
 HEADS = 32
 #: Bytes a thread that registers do not suffice for, at most: 512 threads three to a multiprocessor have 40 each.
-SPILLED = 64
+SPILLED = 128
 
 
-def products(target: Target) -> Instruction:
-    """Return float16 products added in float32: of a warpgroup on Hopper, of a warp elsewhere."""
-    pattern = r"HGMMA\.64x\d+x16\.F32" if target.arch == "sm_90" else r"HMMA\.16816\.F32"
-    return Instruction(pattern, "float16 is multiplied by the matrix unit and added in float32")
+def products(target: Target, element: str) -> Instruction:
+    """Return the products of keys, added in float32: of a warpgroup on Hopper, of a warp elsewhere."""
+    if target.arch != "sm_90":
+        return Instruction(r"HMMA\.16816\.F32", "keys are multiplied as float16 and added in float32")
+    if element == "fp4":
+        return Instruction(r"QGMMA\.64x32x32\.F32", "a group of MXFP4 numbers is multiplied as e4m3, exactly")
+    return Instruction(r"HGMMA\.64x\d+x16\.F32", "FP8 keys are multiplied as float16 and added in float32")
 
 
 def topk_select(target: Target) -> tuple[Kernel, ...]:
-    """Return the three cuts of selection, of float32 scores."""
+    """Return the cuts of selection, of float32 scores."""
     return tuple(
         described(
-            f"topk_{what}",
+            stem,
             f"{what}_float32",
             target,
-            expected=[WIDE_LOADS, *([CLUSTER] if what == "wide" else [])],
+            expected=[WIDE_LOADS, *([CLUSTER] if what in CLUSTERS else [])],
             spilled=SPILLED,
             shared=shared,
         )
-        for what, (_, shared) in FORMS.items()
+        for what, (stem, _, shared) in FORMS.items()
     )
 
 
@@ -50,8 +50,8 @@ def indexer_logits(target: Target) -> tuple[Kernel, ...]:
             f"index_scores_{element}",
             f"{element}_{ring.heads}x{ring.rows}",
             target,
-            expected=[products(target), BULK_COPY, KEEPS_NAN, *([CONVERTED] if element == "fp8" else [])],
-            forbidden=[NO_FP8_PRODUCTS],
+            expected=[products(target, element), BULK_COPY, *([CONVERTED] if element == "fp8" else [])],
+            forbidden=[FP8_PRODUCTS] if element == "fp8" else [],
             spilled=SPILLED,
             shared=ring.shared(element),
         )

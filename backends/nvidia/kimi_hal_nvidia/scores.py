@@ -31,40 +31,38 @@ class Ring:
     Args:
         heads: that a row is padded to.
         rows: of a request that share a key's read.
-        groups: warpgroups.
-        pages: in flight, by element.
+        cut: warpgroups, and pages in flight, by element.
     """
 
     heads: int
     rows: int
-    groups: int
-    pages: dict[str, int]
+    cut: dict[str, tuple[int, int]]
 
     @property
     def columns(self) -> int:
         """Columns of the matrix product."""
         return self.heads * self.rows
 
-    @property
-    def threads(self) -> int:
-        """Threads of a block: its warpgroups, and a warp or a warpgroup that copies."""
-        return self.groups * 128 + (128 if self.columns == 256 else 32)
+    def threads(self, element: str) -> int:
+        """Return the threads of a block: its warpgroups, and a warp or a warpgroup that copies."""
+        return self.cut[element][0] * 128 + (128 if self.columns == 256 and element == "fp8" else 32)
 
     def shared(self, element: str) -> int:
         """Return the bytes of ``struct Ring``."""
-        pages = self.pages[element]
-        page = -(-PAGE * ({"fp8": 128, "fp4": 64}[element] + 4) // 128) * 128
-        size = self.groups * self.columns * 260 + pages * page + self.groups * 32 + pages * 28 + 256 + 12
-        return -(-size // 8) * 8
+        groups, pages = self.cut[element]
+        key, column, scales = {"fp8": (128, 256, 16), "fp4": (64, 128, groups * 1024)}[element]
+        page = -(-PAGE * (key + 4) // 128) * 128
+        size = groups * self.columns * (column + 4) + pages * page + scales + groups * 32 + pages * 28 + 268
+        return -(-size // 16) * 16
 
 
 RINGS = (
-    Ring(32, 1, 5, {"fp8": 20, "fp4": 32}),
-    Ring(32, 2, 4, {"fp8": 16, "fp4": 32}),
-    Ring(32, 4, 2, {"fp8": 16, "fp4": 32}),
-    Ring(32, 8, 2, {"fp8": 10, "fp4": 20}),
-    Ring(64, 1, 4, {"fp8": 16, "fp4": 32}),
-    Ring(64, 4, 2, {"fp8": 10, "fp4": 20}),
+    Ring(32, 1, {"fp8": (5, 15), "fp4": (4, 24)}),
+    Ring(32, 2, {"fp8": (4, 12), "fp4": (4, 24)}),
+    Ring(32, 4, {"fp8": (2, 14), "fp4": (4, 24)}),
+    Ring(32, 8, {"fp8": (2, 10), "fp4": (2, 24)}),
+    Ring(64, 1, {"fp8": (4, 12), "fp4": (4, 24)}),
+    Ring(64, 4, {"fp8": (2, 10), "fp4": (2, 24)}),
 )
 
 
@@ -113,7 +111,7 @@ class Scorer:
             f"index_scores_{element}",
             ctx.arch,
             f"{element}_{ring.heads}x{ring.rows}",
-            threads=ring.threads,
+            threads=ring.threads(element),
             shared=ring.shared(element),
             device=index,
         )

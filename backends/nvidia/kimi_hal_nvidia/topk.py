@@ -19,16 +19,37 @@ from kimi_hal_nvidia.streams import device_index, on_device, raw_stream
 
 #: ``struct Selection`` of ``selection.cuh``: addresses, then numbers.
 ADDRESSES, NUMBERS = 7, "7q 12i"
-#: Threads and bytes of shared memory of a block, by form.
-FORMS = {"short": (512, 33184), "wide": (512, 213408), "many": (512, 70064)}
+#: Source, threads and bytes of shared memory of a block, by form.
+FORMS = {
+    "short": ("topk_short", 512, 58000),
+    "team": ("topk_team", 512, 90720),
+    "large_team": ("topk_team", 1024, 123488),
+    "wide": ("topk_wide", 512, 176736),
+    "many": ("topk_many", 512, 66192),
+}
+#: Forms in which a row belongs to a cluster of blocks.
+CLUSTERS = ("team", "large_team", "wide")
 #: Columns that a block holds in registers, where rows begin at whole 16 bytes; elsewhere a vector less.
 SHORT = 8192
 #: Blocks of a cluster at most, and columns that a block has at least where there are several.
 CLUSTER, COLUMNS = 16, 16384
 #: Rows from which each multiprocessor has several of its own.
 MANY_ROWS = 133
+#: Blocks at most where clusters are the largest, which few places on the chip suit.
+MANY_LARGE = 64
 #: Multiprocessors that clusters are spread over.
 PROCESSORS = 132
+
+
+def team_of(rows: int, columns: int) -> tuple[str, int] | None:
+    """Return a form and blocks of a row whose registers hold it, or None: the fewest, and as many as stand beside."""
+    for what, each in (("team", SHORT), ("large_team", 2 * SHORT)):
+        blocks = 2
+        while blocks <= CLUSTER and rows * blocks <= (MANY_LARGE if blocks == CLUSTER else PROCESSORS):
+            if columns <= blocks * each:
+                return what, blocks
+            blocks *= 2
+    return None
 
 
 def form(spec: TopKSpec | IndexerTopKSpec, scores: str) -> str:
@@ -54,11 +75,13 @@ class Selector:
         name, index = form(spec, scores), device_index(ctx.device)
         self.parameters = Parameters(ADDRESSES, NUMBERS)
         self.launch = {}
-        for what, (threads, shared) in FORMS.items():
+        for what, (stem, threads, shared) in FORMS.items():
             kernel = driver.kernel(
-                f"topk_{what}", ctx.arch, f"{what}_{name}", threads=threads, shared=shared, device=index
+                stem, ctx.arch, f"{what}_{name}", threads=threads, shared=shared, device=index
             )
-            self.launch[what] = driver.launcher(kernel, self.parameters.address, cluster=what == "wide")
+            self.launch[what] = driver.launcher(
+                kernel, self.parameters.address, cluster=what in CLUSTERS, overlap=indexer
+            )
         self.stream, self.topk = raw_stream(index), spec.topk
         keys = ownership.of_keys(spec.dcp)
         self.shard = (keys.world, keys.rank, keys.interleave)
@@ -133,9 +156,15 @@ class Selector:
         """Choose a kernel for these shapes, and write down its numbers."""
         rows, width = scores.shape
         even = row_start is None and not (scores.data_ptr() | scores.stride(0) * scores.itemsize) % 16
-        short = width <= (SHORT if even else SHORT - 8)
-        self.what = "short" if short else "wide" if rows < MANY_ROWS else "many"
-        self.blocks = blocks_of(rows, width) if self.what == "wide" else 1
+        columns = width if even else width + 8
+        if columns <= SHORT:
+            self.what, self.blocks = "short", 1
+        elif team := team_of(rows, columns):
+            self.what, self.blocks = team
+        elif rows < MANY_ROWS:
+            self.what, self.blocks = "wide", blocks_of(rows, width)
+        else:
+            self.what, self.blocks = "many", 1
         self.parameters.tell(
             scores.stride(0) if width else 0,  # a row of nothing has no address, and none beside another's
             out.stride(0),

@@ -37,3 +37,11 @@ __device__ __forceinline__ void meet(int group) { asm volatile("bar.sync %0, 128
 
 // What was written by ordinary stores is seen by the matrix units, once the writers have met.
 __device__ __forceinline__ void publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Four matrices of eight rows of 16 bytes: lane i names row i % 8 of matrix i / 8, and gets word i % 4 of row i / 4 of each.
+__device__ __forceinline__ void load_matrices(u32 (&word)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
+               : "r"(shared_address(row))
+               : "memory");
+}

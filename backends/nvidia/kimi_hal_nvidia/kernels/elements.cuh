@@ -37,14 +37,10 @@ struct Fp8 {
   }
 };
 
-// MXFP4: 64 bytes a row, lane c has the 16 of group c, times 2^(its exponent − the largest of the row's four).
+// MXFP4: 64 bytes a row, in four groups of 32 with a scale each. Numbers become e4m3 at 2^-6 of themselves, whose bits
+// are the same: products of a group and their sums are exact in the matrix unit, also where it adds with few bits.
 struct Fp4 {
   static constexpr int BYTES = 64;
-  uint4 all;
-
-  __device__ __forceinline__ void load(const unsigned char* row, u32 c) {
-    all = *reinterpret_cast<const uint4*>(row + 16 * c);
-  }
 
   // The largest of four exponents.
   static __device__ __forceinline__ u32 largest(u32 codes) {
@@ -52,25 +48,23 @@ struct Fp4 {
     return max(two & 255, two >> 8 & 255);
   }
 
-  // False where float16 does not hold a number of this group beside the largest exponent.
-  __device__ __forceinline__ bool decode(u32 (&to)[8][2], u32 codes, u32 c) const {
-    u32 top = largest(codes), code = codes >> 8 * c & 255;
-    int field = 29 - static_cast<int>(top - code);  // 2^14 · 2^(code − top): elements come as 2^−14 of themselves
-    u32 factor = field > 0 ? field << 10 : field > -10 ? 512u >> -field : 0;
-    factor *= 0x00010001u;
-    u32 word[4] = {all.x, all.y, all.z, all.w};
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      u32 w = word[i];
-      u32 even = (w << 4 & 0x80808080u) | (w << 1 & 0x0e0e0e0eu);  // high bytes of float16, of nibbles 0, 2, 4, 6
-      u32 odd = (w & 0x80808080u) | (w >> 3 & 0x0e0e0e0eu);        // of nibbles 1, 3, 5, 7
-      to[2 * i][0] = product_of_halves(even << 8 & 0xff00ff00u, factor);
-      to[2 * i][1] = product_of_halves(even & 0xff00ff00u, factor);
-      to[2 * i + 1][0] = product_of_halves(odd << 8 & 0xff00ff00u, factor);
-      to[2 * i + 1][1] = product_of_halves(odd & 0xff00ff00u, factor);
-    }
-    bool zero = !((all.x | all.y | all.z | all.w) & 0x77777777u);
-    return top - code <= 23 || zero;
+  // Numbers 0, 2, 4, 6 of a word, and 1, 3, 5, 7.
+  static __device__ __forceinline__ u32 even(u32 w) { return (w << 4 & 0x80808080u) | (w << 2 & 0x1c1c1c1cu); }
+  static __device__ __forceinline__ u32 odd(u32 w) { return (w & 0x80808080u) | (w >> 2 & 0x1c1c1c1cu); }
+
+  // Multiplies four e4m3 numbers by 2^12 times two float16 factors' product.
+  static __device__ __forceinline__ u32 scaled(u32 four, u32 factor) {
+    u32 low, high, result;
+    asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 %1, h;\n}"
+        : "=r"(low), "=r"(high)
+        : "r"(four));
+    low = product_of_halves(low, factor);
+    high = product_of_halves(high, factor);
+    asm("{\n.reg .b16 l, h;\ncvt.rn.satfinite.e4m3x2.f16x2 l, %1;\ncvt.rn.satfinite.e4m3x2.f16x2 h, %2;\n"
+        "mov.b32 %0, {l, h};\n}"
+        : "=r"(result)
+        : "r"(low), "r"(high));
+    return result;
   }
 
   // Element i of a row as a float, by itself.

@@ -76,6 +76,47 @@ __device__ __forceinline__ void product<128>(float (&d)[16][4], const u32 (&a)[4
 
 #endif
 
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+__device__ __forceinline__ void product_of_bytes(float (&d)[4][4], const u32 (&a)[4], u64 columns) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15 "
+      "}, {%16, %17, %18, %19}, %20, p, 1, 1;\n}"
+      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
+        "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
+        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(columns), "r"(0));
+}
+#endif
+
+// Where byte k of column n stands: 128 bytes a column, swizzled by 16.
+__device__ __forceinline__ u32 byte_offset(u32 n, u32 k) { return n * 128 + (k / 16 ^ n % 8) * 16 + k % 16; }
+
+// Begins d = a · 32 columns from `first` on, over group `g` of 32 e4m3 numbers.
+__device__ __forceinline__ void multiply_group(float (&d)[4][4], const u32 (&a)[4], const void* columns, int first,
+                                               int g) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  products_begin();
+  product_of_bytes(d, a, descriptor(shared_address(columns) + first * 128) + g * 2);
+  products_commit();
+#else
+  u32 n = lane() / 4, k = 32 * g + lane() % 4 * 4;
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    d[j][0] = d[j][1] = d[j][2] = d[j][3] = 0.0f;
+    const char* at = static_cast<const char*>(columns);
+    u32 low = *reinterpret_cast<const u32*>(at + byte_offset(first + 8 * j + n, k));
+    u32 high = *reinterpret_cast<const u32*>(at + byte_offset(first + 8 * j + n, k + 16));
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(low), "r"(high));
+  }
+#endif
+}
+
 // Begins d = a · columns [first, first + N) of ALL, a being eight steps of 16 numbers. Columns were written before, and
 // the writers have met.
 template <int N, int ALL>

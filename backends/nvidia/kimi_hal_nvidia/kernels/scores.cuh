@@ -38,9 +38,11 @@ template <typename Element, int N, int GROUPS, int STAGES>
 struct Ring {
   static constexpr int PAGE_BYTES = PAGE * (Element::BYTES + 4);
   static constexpr int STAGE_BYTES = (PAGE_BYTES + 127) / 128 * 128;
-  unsigned char columns[GROUPS][N * 256];  // at whole 1,024 bytes
+  static constexpr bool FP4 = Element::BYTES == 64;
+  unsigned char columns[GROUPS][N * (FP4 ? 128 : 256)];  // at whole 1,024 bytes
   unsigned char stage[STAGES][STAGE_BYTES];
   float weights[GROUPS][N];
+  float4 scales[FP4 ? GROUPS * 4 : 1][FP4 ? 16 : 1];  // of the keys of each warp
   int keys[GROUPS][8];
   u64 full[STAGES], empty[STAGES];
   Unit unit[STAGES];
@@ -48,20 +50,29 @@ struct Ring {
   int first_row, first_unit, first_pages;
 };
 
+// Twice the rectified number; NaN stays. The adder is faster than a comparison, and no product is infinite.
+__device__ __forceinline__ float rectified_twice(float x) {
+  return x + fabsf(x);
+}
+
 __device__ __forceinline__ float rectified(float x) {
   float y;
   asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(x));
   return y;
 }
 
+// Asks for a line of memory to be brought near.
+__device__ __forceinline__ void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+
 // The keys of a row; none where its request does not exist.
 __device__ __forceinline__ int keys_of(const Scoring& p, int row, int& request) {
   request = -1;
   if (row >= p.rows) return 0;
-  int keys = min(local_length(p.row_len[row * p.len_stride], p.shard), p.room);
-  if (keys <= 0) return 0;
-  request = p.row_req[row * p.req_stride];
-  return request >= 0 && request < p.requests ? keys : 0;
+  int length = p.row_len[row * p.len_stride], its = p.row_req[row * p.req_stride];  // both under way together
+  int keys = min(local_length(length, p.shard), p.room);
+  if (keys <= 0 || its < 0 || its >= p.requests) return 0;
+  request = its;
+  return keys;
 }
 
 // Pages that a row brings in: those of all rows of its block with its request, if it is the first of them.
@@ -81,7 +92,7 @@ __device__ __forceinline__ int pages_of(const Scoring& p, int row) {
 
 template <typename Element, int N, int HEADS, int GROUPS, int STAGES>
 struct Scorer {
-  static constexpr bool LARGE = N == 256;  // accumulators need the producer's registers
+  static constexpr bool LARGE = N == 256 && Element::BYTES == 128;  // accumulators need the producer's registers
   static constexpr int ROWS = N / HEADS, THREADS = GROUPS * 128 + (LARGE ? 128 : 32);
   using Memory = Ring<Element, N, GROUPS, STAGES>;
   static constexpr bool FP4 = Element::BYTES == 64;
@@ -117,6 +128,31 @@ struct Scorer {
       divide(total, now, count);
     }
     __syncthreads();
+    return count;
+  }
+
+  // The same of up to 32 rows, by each warp for itself.
+  __device__ __forceinline__ int share_few(int& row, int& first, int& all) {
+    int mine = lane(), pages = 0;
+    if constexpr (ROWS == 1) {
+      int length = 0, its = -1;
+      if (mine < p.rows) {
+        length = p.row_len[mine * p.len_stride];
+        its = p.row_req[mine * p.req_stride];
+      }
+      prefetch_all();  // while these are under way
+      int keys = min(local_length(length, p.shard), p.room);
+      if (its >= 0 && its < p.requests) pages = (max(keys, 0) + PAGE - 1) / PAGE;
+    } else {
+      prefetch_all();
+      if (mine < p.rows) pages = pages_of<ROWS>(p, mine);
+    }
+    int until = warp_inclusive(pages), total = __shfl_sync(EVERY, until, 31), now, count;
+    divide(total, now, count);
+    u32 who = __ballot_sync(EVERY, until - pages <= now && now < until);
+    row = who ? __ffs(who) - 1 : 0;
+    first = now - __shfl_sync(EVERY, until - pages, row);
+    all = __shfl_sync(EVERY, pages, row);
     return count;
   }
 
@@ -165,47 +201,49 @@ struct Scorer {
   // Decodes the queries of a block of rows into this warpgroup's columns; true where float16 does not hold them, or
   // float32 what they weigh.
   __device__ __forceinline__ bool load_queries(int group, int row, float (&held)[N / 4]) {
-    int block = row / ROWS * ROWS, thread = threadIdx.x % 128;
+    int block = row / ROWS * ROWS, thread = threadIdx.x % 128, its = -1, keys = 0, request = 0;
     bool held_all = true;
+    if (thread < ROWS) {
+      keys = keys_of(p, block + thread, its);
+      request = p.row_req[row * p.req_stride];
+    }
     meet(group);
 #pragma unroll 1
     for (int item = thread; item < N * 4; item += 128) {
       int n = item / 4, c = item % 4, mine = block + n / HEADS, head = n % HEADS;
       bool live = mine < p.rows && head < p.heads;
-      Element e{};
-      u32 codes = 0x7f7f7f7fu, piece[8][2];
-      if (live) {
-        load_bytes(e, p.q + mine * p.q_row + head * p.q_head, c);
-        if constexpr (FP4) codes = scales_of(mine, head);
-      }
-      if constexpr (FP4) held_all = e.decode(piece, codes, c) && held_all;
-      else e.decode(piece);
-#pragma unroll
-      for (int s = 0; s < 8; s++) {
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          u32 at = column_offset(n, 16 * s + 8 * half + 2 * c, N);
-          *reinterpret_cast<u32*>(m.columns[group] + at) = piece[s][half];
-        }
-      }
-      if (c == 0) {
-        float w = 0.0f;
+      float w = live ? weight(mine, head) : 0.0f;  // every load is under way before one is waited for
+      u32 codes = 0x7f7f7f7fu;
+      if constexpr (FP4) {
+        uint4 all = make_uint4(0, 0, 0, 0);
         if (live) {
-          w = weight(mine, head);
-          if constexpr (FP4) {
-            float unit = w * power(Fp4::largest(codes));
-            // Else it has no bits left, or its sums none above, that a key's scale brings back.
-            held_all = held_all && (w == 0.0f || (fabsf(unit) > 0x1p-100f && fabsf(unit) < 0x1p100f));
-            w = unit;
+          load_bytes<1>(&all, p.q + mine * p.q_row + head * p.q_head, c);
+          codes = scales_of(mine, head);
+        }
+        held_all = put_group(m.columns[group], n, c, all, codes) && held_all;
+      } else {
+        Element e{};
+        u32 piece[8][2];
+        if (live) load_bytes<2>(&e.low, p.q + mine * p.q_row + head * p.q_head, c);
+        e.decode(piece);
+#pragma unroll
+        for (int s = 0; s < 8; s++) {
+#pragma unroll
+          for (int half = 0; half < 2; half++) {
+            u32 at = column_offset(n, 16 * s + 8 * half + 2 * c, N);
+            *reinterpret_cast<u32*>(m.columns[group] + at) = piece[s][half];
           }
         }
-        m.weights[group][n] = w;
       }
+      if constexpr (FP4) {
+        float unit = w * power(Fp4::largest(codes));
+        // Else it has no bits left, or its sums none above, that a key's scale brings back.
+        held_all = held_all && (w == 0.0f || (fabsf(unit) > 0x1p-100f && fabsf(unit) < 0x1p100f));
+        w = unit;
+      }
+      if (c == 0) m.weights[group][n] = w;
     }
-    if (thread < ROWS) {
-      int its, keys = keys_of(p, block + thread, its);
-      m.keys[group][thread] = its == p.row_req[row * p.req_stride] ? keys : 0;
-    }
+    if (thread < ROWS) m.keys[group][thread] = its == request ? keys : 0;
     publish();
     bool odd = false;
     if constexpr (FP4) {
@@ -230,18 +268,34 @@ struct Scorer {
     return odd;
   }
 
-  // Queries may stand at any byte.
-  __device__ __forceinline__ void load_bytes(Element& e, const unsigned char* at, int c) const {
+  // Group `g` of a query as e4m3, times 2^6 and its scale relative to the query's largest; false where that is not exact.
+  static __device__ __forceinline__ bool put_group(unsigned char* columns, int n, int g, const uint4& all, u32 codes) {
+    u32 below = Fp4::largest(codes) - (codes >> 8 * g & 255);
+    u32 factor = (27 - min(below, 14u)) * 0x04000400u;  // 2^12 / 2^below
+    u32 word[4] = {all.x, all.y, all.z, all.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      u32 at = byte_offset(n, 32 * g + 4 * i);
+      *reinterpret_cast<u32*>(columns + at) = Fp4::scaled(Fp4::even(word[i]), factor);
+      at = byte_offset(n, 32 * g + 16 + 4 * i);
+      *reinterpret_cast<u32*>(columns + at) = Fp4::scaled(Fp4::odd(word[i]), factor);
+    }
+    return below <= 14 || !((all.x | all.y | all.z | all.w) & 0x77777777u);
+  }
+
+  // Loads a lane's vectors of a query, 64 bytes from each other; queries may stand at any byte.
+  template <int VECTORS>
+  __device__ __forceinline__ void load_bytes(uint4* to, const unsigned char* at, int c) const {
     if (reinterpret_cast<u64>(at) % 16 == 0) {
-      e.load(at, c);
+#pragma unroll
+      for (int i = 0; i < VECTORS; i++) to[i] = *reinterpret_cast<const uint4*>(at + 64 * i + 16 * c);
       return;
     }
-    __align__(16) unsigned char copy[Element::BYTES / 4];
+    __align__(16) unsigned char copy[VECTORS * 16];
 #pragma unroll
-    for (int i = 0; i < Element::BYTES / 4; i++) copy[i] = at[i / 16 * 64 + 16 * c + i % 16];
-    uint4* to = reinterpret_cast<uint4*>(&e);
+    for (int i = 0; i < VECTORS * 16; i++) copy[i] = at[i / 16 * 64 + 16 * c + i % 16];
 #pragma unroll
-    for (int i = 0; i < Element::BYTES / 64; i++) to[i] = reinterpret_cast<uint4*>(copy)[i];
+    for (int i = 0; i < VECTORS; i++) to[i] = reinterpret_cast<uint4*>(copy)[i];
   }
 
   __device__ __forceinline__ u32 scales_of(int row, int head) const {
@@ -270,65 +324,142 @@ struct Scorer {
       next = unit.row;
       if (next != row) continue;
       number += GROUPS;
-      const unsigned char* stage = m.stage[slot];
-      u32 a[8][4];
-      float scale[2];
-      bool exact = !odd;
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        Element e;
-        u32 piece[8][2];
-        e.load(stage + (token + 8 * half) * Element::BYTES, c);
-        u32 code = reinterpret_cast<const u32*>(stage + PAGE * Element::BYTES)[token + 8 * half];
-        if constexpr (FP4) {
-          exact = e.decode(piece, code, c) && exact;
-          scale[half] = power(Fp4::largest(code));
-        } else {
-          e.decode(piece);
-          scale[half] = p.e8m0 ? power(code & 255) : __uint_as_float(code);
-        }
-#pragma unroll
-        for (int s = 0; s < 8; s++) {
-          a[s][half] = piece[s][0];
-          a[s][2 + half] = piece[s][1];
-        }
-      }
-      __syncwarp();
-      if (lane() == 0) barrier_arrive(&m.empty[slot]);
-      float sum[ROWS][2];
-      if constexpr (LARGE) {  // rows are added up while those behind them are still multiplied
-        float low[N / 16][4], high[N / 16][4];
-        multiply<N / 2, N>(low, a, m.columns[group], 0);
-        multiply<N / 2, N>(high, a, m.columns[group], N / 2);
-        multiplied<1>();
-        weigh<0, ROWS / 2>(group, low, held, sum);
-        multiplied<0>();
-        weigh<ROWS / 2, ROWS>(group, high, held, sum);
-      } else {
-        float d[N / 8][4];
-        multiply<N, N>(d, a, m.columns[group], 0);
-        multiplied<0>();
-        weigh<0, ROWS>(group, d, held, sum);
-      }
+      float scale[2], sum[ROWS][2];
       if constexpr (FP4) {
-        if (!__all_sync(EVERY, exact) && unit.page >= 0) {
-          const unsigned char* page = p.cache + unit.page * p.cache_page;
-#pragma unroll
-          for (int r = 0; r < ROWS; r++) {
-            sum[r][0] = add_plainly(page, token, unit.row / ROWS * ROWS + r);
-            sum[r][1] = add_plainly(page, token + 8, unit.row / ROWS * ROWS + r);
-          }
-          scale[0] = scale[1] = 1.0f;
+        score_groups(group, slot, held, sum, scale);
+        if (odd && unit.page >= 0) {
+          store_plainly(group, unit, token);
+          continue;
         }
+      } else {
+        score_page(group, slot, token, held, sum, scale);
       }
       store(group, unit, token, sum, scale);
+    }
+  }
+
+  // FP8: a page's keys as float16, times all heads.
+  __device__ __forceinline__ void score_page(int group, int slot, int token, float (&held)[N / 4],
+                                             float (&sum)[ROWS][2], float (&scale)[2]) const {
+    const unsigned char* stage = m.stage[slot];
+    u32 a[8][4], c = lane() % 4;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      Element e;
+      u32 piece[8][2];
+      e.load(stage + (token + 8 * half) * Element::BYTES, c);
+      u32 code = reinterpret_cast<const u32*>(stage + PAGE * Element::BYTES)[token + 8 * half];
+      e.decode(piece);
+      scale[half] = p.e8m0 ? power(code & 255) : __uint_as_float(code);
+#pragma unroll
+      for (int s = 0; s < 8; s++) {
+        a[s][half] = piece[s][0];
+        a[s][2 + half] = piece[s][1];
+      }
+    }
+    release(slot);
+    if constexpr (LARGE) {  // rows are added up while those behind them are still multiplied
+      float low[N / 16][4], high[N / 16][4];
+      multiply<N / 2, N>(low, a, m.columns[group], 0);
+      multiply<N / 2, N>(high, a, m.columns[group], N / 2);
+      multiplied<1>();
+      weigh<0, ROWS / 2>(group, low, held, sum);
+      multiplied<0>();
+      weigh<ROWS / 2, ROWS>(group, high, held, sum);
+    } else {
+      float d[N / 8][4];
+      multiply<N, N>(d, a, m.columns[group], 0);
+      multiplied<0>();
+      weigh<0, ROWS>(group, d, held, sum);
+    }
+  }
+
+  // This warp has read the page.
+  __device__ __forceinline__ void release(int slot) const {
+    __syncwarp();
+    if (lane() == 0) barrier_arrive(&m.empty[slot]);
+  }
+
+  // MXFP4: each group of 32 numbers by itself, in e4m3, times 32 heads; groups are added up by their scales.
+  __device__ __forceinline__ void score_groups(int group, int slot, float (&held)[N / 4], float (&sum)[ROWS][2],
+                                               float (&scale)[2]) const {
+    const unsigned char* stage = m.stage[slot];
+    u32 a[4][4], first = warp() % 4 * 16;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      u32 word[4];
+      load_matrices(word, stage + (first + 8 * half + lane() % 8) * Element::BYTES + lane() / 8 * 16);
+#pragma unroll
+      for (int g = 0; g < 4; g++) {
+        a[g][half] = Fp4::even(word[g]);
+        a[g][2 + half] = Fp4::odd(word[g]);
+      }
+    }
+    // A lane has two of a key's four exponents, which count from the largest.
+    u32 codes = reinterpret_cast<const unsigned short*>(stage + PAGE * Element::BYTES)[first * 2 + lane()];
+    u32 top = max(codes & 255, codes >> 8);
+    top = max(top, __shfl_xor_sync(EVERY, top, 1));
+    reinterpret_cast<float2*>(m.scales[warp()])[lane()] =
+        make_float2(power_below(top - (codes & 255)), power_below(top - (codes >> 8)));
+    scale[0] = power(__shfl_sync(EVERY, top, lane() / 4 * 2));
+    scale[1] = power(__shfl_sync(EVERY, top, lane() / 4 * 2 + 16));
+    release(slot);
+    float4 low = m.scales[warp()][lane() / 4], high = m.scales[warp()][lane() / 4 + 8];
+    float of_low[4] = {low.x, low.y, low.z, low.w}, of_high[4] = {high.x, high.y, high.z, high.w};
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) sum[r][0] = sum[r][1] = 0.0f;
+#pragma unroll
+    for (int part = 0; part < N / 32; part++) {
+      float d[2][4][4], all[4][4];
+#pragma unroll
+      for (int pair = 0; pair < 2; pair++) {
+        multiply_group(d[0], a[2 * pair], m.columns[group], 32 * part, 2 * pair);
+        multiply_group(d[1], a[2 * pair + 1], m.columns[group], 32 * part, 2 * pair + 1);
+        multiplied<1>();
+        add_group(all, d[0], of_low[2 * pair], of_high[2 * pair], pair == 0);
+        multiplied<0>();
+        add_group(all, d[1], of_low[2 * pair + 1], of_high[2 * pair + 1], false);
+      }
+      weigh_part(group, part, all, held, sum[part * 32 / HEADS]);
+    }
+  }
+
+  // 2^-below; 0 where a float32 beside the largest is not moved by it.
+  static __device__ __forceinline__ float power_below(u32 below) {
+    return __uint_as_float(static_cast<u32>(max(127 - static_cast<int>(below), 0)) << 23);
+  }
+
+  static __device__ __forceinline__ void add_group(float (&all)[4][4], const float (&d)[4][4], float low, float high,
+                                                   bool first) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        float by = i < 2 ? low : high;
+        all[j][i] = first ? d[j][i] * by : fmaf(d[j][i], by, all[j][i]);
+      }
+    }
+  }
+
+  // Rectifies, weighs and adds up 32 columns.
+  __device__ __forceinline__ void weigh_part(int group, int part, const float (&all)[4][4], float (&held)[N / 4],
+                                             float (&sum)[2]) const {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      int j = part * 4 + i;
+      float2 w = HELD ? make_float2(held[2 * j], held[2 * j + 1]) : weight_pair(group, j);
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        sum[half] = fmaf(rectified_twice(all[i][2 * half]), w.x, sum[half]);
+        sum[half] = fmaf(rectified_twice(all[i][2 * half + 1]), w.y, sum[half]);
+      }
     }
   }
 
   // Rectifies, weighs and adds up the heads that this lane holds of rows FIRST to LAST, for two keys.
   template <int FIRST, int LAST>
   __device__ __forceinline__ void weigh(int group, float (&d)[(LAST - FIRST) * HEADS / 8][4], float (&held)[N / 4],
-                                        float (&sum)[ROWS][2]) {
+                                        float (&sum)[ROWS][2]) const {
 #pragma unroll
     for (int r = FIRST; r < LAST; r++) {
       sum[r][0] = sum[r][1] = 0.0f;
@@ -338,15 +469,15 @@ struct Scorer {
         float2 w = HELD ? make_float2(held[2 * j], held[2 * j + 1]) : weight_pair(group, j);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-          sum[r][half] = fmaf(rectified(d[k][2 * half]), w.x, sum[r][half]);
-          sum[r][half] = fmaf(rectified(d[k][2 * half + 1]), w.y, sum[r][half]);
+          sum[r][half] = fmaf(rectified_twice(d[k][2 * half]), w.x, sum[r][half]);
+          sum[r][half] = fmaf(rectified_twice(d[k][2 * half + 1]), w.y, sum[r][half]);
         }
       }
     }
   }
 
   // This lane's heads of a row for one key, number by number: for keys and queries that float16 does not hold.
-  __device__ __noinline__ float add_plainly(const unsigned char* page, int token, int row) const {
+  __device__ __forceinline__ float add_plainly(const unsigned char* page, int token, int row) const {
     const unsigned char* key = page + token * Element::BYTES;
     const unsigned char* codes = page + PAGE * Element::BYTES + token * 4;
     float sum = 0.0f;
@@ -362,7 +493,7 @@ struct Scorer {
         for (int i = 32 * g; i < 32 * g + 32; i++) part += Fp4::element(key, i) * Fp4::element(query, i);
         dot += part * power(codes[g]) * power(scales >> 8 * g & 255);
       }
-      sum += rectified(dot) * weight(row, head);
+      sum += rectified(dot) * weight(row, head) * 2.0f;  // as products are
     }
     return sum;
   }
@@ -386,15 +517,27 @@ struct Scorer {
       one[r] += __shfl_xor_sync(EVERY, half ? sum[r][0] : sum[r][1], 1);
     }
     if constexpr (ROWS == 1) {
-      float score = (one[0] + __shfl_xor_sync(EVERY, one[0], 2)) * factor;
+      float score = (one[0] + __shfl_xor_sync(EVERY, one[0], 2)) * 0.5f * factor;
       if (!odd) put(unit, block, place, score, m.keys[group][0]);
     } else {
 #pragma unroll
       for (int r = 0; r < ROWS; r += 2) {
         float mine = odd ? one[r + 1] : one[r];
         mine += __shfl_xor_sync(EVERY, odd ? one[r] : one[r + 1], 2);
-        put(unit, block + r + odd, place, mine * factor, m.keys[group][r + odd]);
+        put(unit, block + r + odd, place, mine * 0.5f * factor, m.keys[group][r + odd]);
       }
+    }
+  }
+
+  __device__ __forceinline__ void store_plainly(int group, const Unit& unit, int token) const {
+    const unsigned char* page = p.cache + unit.page * p.cache_page;
+#pragma unroll 1
+    for (int i = 0; i < 2 * ROWS; i++) {
+      int row = unit.row / ROWS * ROWS + i / 2, key = token + i % 2 * 8;
+      float sum = add_plainly(page, key, row);
+      sum += __shfl_xor_sync(EVERY, sum, 1);
+      sum += __shfl_xor_sync(EVERY, sum, 2);
+      if (lane() % 4 == 0) put(unit, row, unit.first + key, sum * 0.5f, m.keys[group][i / 2]);
     }
   }
 
@@ -406,14 +549,38 @@ struct Scorer {
     else static_cast<float*>(p.out)[at] = score;
   }
 
+  // Page numbers and queries come near while the lengths are still under way.
+  __device__ __forceinline__ void prefetch_all() const {
+    constexpr int LINES = 8192;
+    int line = blockIdx.x * THREADS + threadIdx.x;
+    long long table = (p.requests - 1) * p.table_row + (p.room + PAGE - 1) / PAGE;
+    if (table <= LINES * 32 && line * 32 < table) prefetch(p.table + line * 32);
+    long long queries = (p.rows - 1) * p.q_row + p.heads * p.q_head;
+    if (queries <= LINES * 128 && line * 128 < queries) prefetch(p.q + line * 128);
+  }
+
   __device__ __forceinline__ void run() {
+    let_followers_start();
     if (threadIdx.x < STAGES) {
       barrier_init(&m.full[threadIdx.x], 1);
       barrier_init(&m.empty[threadIdx.x], 4);
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
       publish();
     }
-    int count = share();  // synchronises
+    int count;
+    if (p.rows <= 32) {
+      int row = 0, first = 0, all = 0;
+      count = share_few(row, first, all);
+      if (threadIdx.x == 0) {
+        m.first_row = row;
+        m.first_unit = first;
+        m.first_pages = all;
+      }
+      __syncthreads();
+    } else {
+      prefetch_all();
+      count = share();  // synchronises
+    }
     if (count == 0) return;
     int group = __shfl_sync(EVERY, warp() / 4, 0);  // known to be the same in all lanes
     if (group == GROUPS) {
@@ -432,9 +599,10 @@ struct Scorer {
 
 // N columns of heads padded to HEADS; warpgroups; pages in the ring.
 #define SCORES(NAME, ELEMENT, N, HEADS, GROUPS, STAGES)                                                            \
-  extern "C" __global__ void __launch_bounds__(GROUPS * 128 + (N == 256 ? 128 : 32), 1) NAME(const __grid_constant__ Scoring p) {     \
+  extern "C" __global__ void __launch_bounds__(Scorer<ELEMENT, N, HEADS, GROUPS, STAGES>::THREADS, 1) NAME(const __grid_constant__ Scoring p) {     \
     extern __shared__ __align__(1024) unsigned char memory[];                                                      \
     using This = Scorer<ELEMENT, N, HEADS, GROUPS, STAGES>;                                                        \
     This{p, *reinterpret_cast<This::Memory*>(memory)}.run();                                                       \
   }                                                                                                                \
-  static_assert(sizeof(Ring<ELEMENT, N, GROUPS, STAGES>) <= 232448, "no block has so much shared memory");
+  static_assert(sizeof(Ring<ELEMENT, N, GROUPS, STAGES>) <= 232448, "no block has so much shared memory");           \
+  static_assert(STAGES % GROUPS == 0, "a warpgroup that is ahead would take the page before for the one it waits for");

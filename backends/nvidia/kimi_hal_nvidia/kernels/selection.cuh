@@ -21,15 +21,12 @@ struct Selection {
 };
 
 constexpr int DIGIT = 11, BINS = 1 << DIGIT;
-constexpr int COPIES = 4;    // of the bins, one for every fourth lane, so that lanes with one key wait less
-constexpr int LIST = 32;     // keys that one warp ranks by comparing all with all
 constexpr int MOST_K = 2048;
 
 struct Tally {
-  uint4 bins[BINS];  // a copy in each component
+  uint4 bins[BINS / 4];
   u32 sums[2][32];
-  u32 list[LIST];
-  u32 found[3], listed, collected, above, equal;
+  u32 found[3], listed, collected, above;
 };
 
 template <typename Score>
@@ -64,73 +61,48 @@ __device__ __forceinline__ float as_float(__nv_bfloat16 x) { return __bfloat162f
 // The bins, once they are of no more use, as room for positions.
 __device__ __forceinline__ int* stage(Tally& t) { return reinterpret_cast<int*>(t.bins); }
 
-__device__ __forceinline__ void count(Tally& t, u32 bin) {
-  atomicAdd(reinterpret_cast<u32*>(t.bins) + bin * COPIES + lane() % COPIES, 1u);
-}
+__device__ __forceinline__ u32* bins(Tally& t) { return reinterpret_cast<u32*>(t.bins); }
+__device__ __forceinline__ void count(Tally& t, u32 bin) { atomicAdd(bins(t) + bin, 1u); }
 
 template <int THREADS>
 __device__ __forceinline__ void clear_bins(Tally& t) {
-#pragma unroll 2
-  for (int i = threadIdx.x; i < BINS; i += THREADS) t.bins[i] = make_uint4(0, 0, 0, 0);
+  if (THREADS == BINS / 4 || threadIdx.x < BINS / 4) t.bins[threadIdx.x] = make_uint4(0, 0, 0, 0);
 }
 
 // Finds the largest bin that, with all above it, holds `needed`: found = {bin, keys above it, keys in it}. The bins
 // are zero behind it. Callers have filled the bins and synchronised; `turn` alternates between the rooms for sums.
 template <int THREADS>
-__device__ __noinline__ void find(Tally& t, u32 needed, u32 turn) {
-  constexpr int EACH = BINS / THREADS, WARPS = THREADS / 32;
-  u32 mine[EACH], sum = 0;
-#pragma unroll
-  for (int i = 0; i < EACH; i++) {  // from the last bin down
-    uint4* bin = &t.bins[BINS - 1 - (threadIdx.x * EACH + i)];
-    mine[i] = bin->x + bin->y + bin->z + bin->w;
-    *bin = make_uint4(0, 0, 0, 0);
-    sum += mine[i];
+__device__ __noinline__ void find(Tally& t, uint4* bins, u32 needed, u32 turn) {
+  static_assert(BINS <= 4 * THREADS, "four bins a thread, from the last down");
+  bool live = THREADS == BINS / 4 || threadIdx.x < BINS / 4;
+  uint4 mine = make_uint4(0, 0, 0, 0);
+  if (live) {
+    uint4* at = &bins[BINS / 4 - 1 - threadIdx.x];
+    mine = *at;
+    *at = make_uint4(0, 0, 0, 0);
   }
-  u32 of_warp = __reduce_add_sync(EVERY, sum);
-  if (lane() == 0) t.sums[turn][warp()] = of_warp;
+  u32 sum = mine.x + mine.y + mine.z + mine.w, until = warp_inclusive(sum);
+  if (lane() == 31) t.sums[turn][warp()] = until;
   __syncthreads();
-  u32 sums = lane() < WARPS ? t.sums[turn][lane()] : 0, until = warp_inclusive(sums);
-  u32 who = __ffs(__ballot_sync(EVERY, until >= needed)) - 1;
-  if (who == warp()) {
-    u32 over = __shfl_sync(EVERY, until - sums, who) + warp_inclusive(sum) - sum;
-    if (over < needed && needed <= over + sum) {
+  u32 sums = lane() < warp() ? t.sums[turn][lane()] : 0;
+  u32 over = __reduce_add_sync(EVERY, sums) + until - sum;
+  if (over < needed && needed <= over + sum) {
+    u32 each[4] = {mine.w, mine.z, mine.y, mine.x};
 #pragma unroll
-      for (int i = 0; i < EACH; i++) {
-        if (over < needed && needed <= over + mine[i]) {
-          t.found[0] = BINS - 1 - (threadIdx.x * EACH + i);
-          t.found[1] = over;
-          t.found[2] = mine[i];
-        }
-        over += mine[i];
+    for (int i = 0; i < 4; i++) {
+      if (over < needed && needed <= over + each[i]) {
+        t.found[0] = BINS - 1 - (threadIdx.x * 4 + i);
+        t.found[1] = over;
+        t.found[2] = each[i];
       }
+      over += each[i];
     }
   }
   __syncthreads();
 }
 
-// The needed-th largest of the `same` keys in the list, at most 32; `needed` and `same` become those of its equals.
-template <int THREADS>
-__device__ __forceinline__ u32 rank_list(Tally& t, u32& same, u32& needed) {
-  u32 mine = lane() < same ? t.list[lane()] : 0;
-#pragma unroll 1
-  for (u32 i = warp(); i < same; i += THREADS / 32) {
-    u32 key = __shfl_sync(EVERY, mine, i);
-    u32 greater = __popc(__ballot_sync(EVERY, mine > key)), equal = __popc(__ballot_sync(EVERY, mine == key));
-    if (lane() == 0 && greater < needed && needed <= greater + equal) {
-      t.found[0] = key;
-      t.found[1] = greater;
-      t.found[2] = equal;
-    }
-  }
-  __syncthreads();
-  needed -= t.found[1];
-  same = t.found[2];
-  return t.found[0];
-}
-
-// One row: where it is and where its winners go.
-template <typename Score, bool ROUND, int THREADS>
+// One row: where it is and where its winners go. It belongs to a block, or to a cluster of blocks.
+template <typename Score, bool ROUND, int THREADS, bool CLUSTERED>
 struct Row {
   static constexpr int WIDTH = Vector<Score>::WIDTH;
   const Selection& p;
@@ -139,8 +111,18 @@ struct Row {
   const Score* base; // the whole vector that holds it
   int start, skew;   // first column; columns of that vector before it
   int n, rank;       // keys; this block's number in the cluster
+  int length;
 
-  __device__ __forceinline__ Row(const Selection& p) : p(p), row(blockIdx.x / p.blocks), rank(blockIdx.x % p.blocks) {
+  __device__ __forceinline__ Row(const Selection& p) : p(p) {
+    u32 cluster = blockIdx.x, block = 0;
+    if constexpr (CLUSTERED) {
+      asm("mov.u32 %0, %%clusterid.x;" : "=r"(cluster));
+      asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(block));
+    }
+    row = cluster;
+    rank = block;
+    length = p.row_len[row * p.len_stride];
+    wait_for_leader();  // which may have written the scores, and nothing else that is read here
     start = p.row_start ? min(max(p.row_start[row * p.start_stride], 0), p.width) : 0;
     at = static_cast<const Score*>(p.scores) + row * p.scores_row + start;
     skew = static_cast<int>(reinterpret_cast<u64>(at) % 16 / sizeof(Score));
@@ -148,7 +130,7 @@ struct Row {
   }
 
   __device__ __forceinline__ void measure() {
-    n = min(local_length(p.row_len[row * p.len_stride], p.shard), p.width - start);
+    n = min(local_length(length, p.shard), p.width - start);
     if (p.row_req && n > 0) {
       int request = p.row_req[row * p.req_stride];
       if (request < 0 || request >= p.requests) n = 0;
@@ -156,7 +138,10 @@ struct Row {
   }
 
   __device__ __forceinline__ u32 key_of(float x) const { return ordinal(ROUND ? rounded(x) : x); }
-  __device__ __forceinline__ u32 key_at(int place) const { return key_of(as_float(at[place])); }
+  __device__ __forceinline__ float score_at(int place) const {
+    return ROUND ? rounded(as_float(at[place])) : as_float(at[place]);
+  }
+  __device__ __forceinline__ u32 key_at(int place) const { return ordinal(score_at(place)); }
 
   __device__ __forceinline__ void select(u32 to, float x) const {
     long long where = row * p.scores_out_row + to;
@@ -166,7 +151,7 @@ struct Row {
 
   // Writes staged positions as winners `to` and on.
   __device__ __forceinline__ void write(const int* staged, u32 to, u32 winners) const {
-#pragma unroll 1
+#pragma unroll 2
     for (u32 i = threadIdx.x; i < winners; i += THREADS) {
       int place = staged[i];
       p.out[row * p.out_row + to + i] = place;

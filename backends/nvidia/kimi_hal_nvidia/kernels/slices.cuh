@@ -1,380 +1,316 @@
 // topk_select of longer rows: a row belongs to a cluster of blocks, or to one, each with a slice of its columns.
 //
-// Every block of a cluster samples the same keys and so finds the same threshold, which at least k of the row's keys
-// are very likely to reach, and not many more. One pass over the slices collects the keys that reach it; the blocks
-// exchange them, and each finds the k-th best of all and the winners of its own slice. Winners become bits of a map
-// of the slice, so that they stand in order without being sorted. Where too few or too many keys reach the threshold,
-// the k-th best is found by digits over the whole slice.
+// Every block samples the same scores of the row and so finds the same threshold, which at least k of its keys are very
+// likely to reach, and not many more. One pass over the slice lists the keys that reach it, and the k-th best is chosen
+// among those of all blocks. Winners become bits of a map of the slice, so that they stand in order without being
+// sorted. Where too few or too many keys reach the threshold, all keys take the place of those listed.
 #pragma once
-#include "selection.cuh"
+#include "together.cuh"
 
-template <int CAP, int WORDS, bool EXCHANGED>
+constexpr int LIKES = 512;  // keys of one bin that are exchanged
+
+template <int WARPS, int CAP, int WORDS, bool CLUSTERED>
 struct Room {
-  uint2 all[CAP];                          // candidates of the row: score bits and position
-  uint2 own[EXCHANGED ? CAP : 1];          // of this slice
-  u32 above_map[WORDS], equal_map[WORDS];  // winners by position
-  Tally tally;
+  uint2 found[WARPS][CAP];  // each warp's: score bits and position
+  u32 map[WORDS];           // winners by position
+  Exchange<CLUSTERED, LIKES> exchange;
 };
 
-template <typename Score, bool ROUND, int THREADS, int CAP, int WORDS, bool EXCHANGED>
+// Bin of one score.
+__device__ __forceinline__ u32 bin_of(float x) { return (pair_of_bins(x, x) & 0xffff) / 4; }
+
+// What the choice asks of the keys that a warp has listed.
+template <typename Row>
+struct Listed {
+  const Row& row;
+  const uint2* found;
+  u32 size;
+
+  __device__ __forceinline__ float score(u32 i) const { return __uint_as_float(found[i].x); }
+  __device__ __forceinline__ u64 strict_of(u32 i) const { return strict(ordinal(score(i)), found[i].y); }
+  __device__ __forceinline__ void count_all(Tally& t) const {
+#pragma unroll 1
+    for (u32 i = lane(); i < size; i += 32) count(t, bin_of(score(i)));
+  }
+  __device__ __forceinline__ u32 above(u32 bin) const {
+    u32 some = 0;
+#pragma unroll 1
+    for (u32 i = lane(); i < size; i += 32) some += bin_of(score(i)) > bin;
+    return some;
+  }
+  template <typename F>
+  __device__ __forceinline__ void each_of(u32 bin, F f) const {
+#pragma unroll 1
+    for (u32 i = lane(); i < size; i += 32) {
+      if (bin_of(score(i)) == bin) f(strict_of(i));
+    }
+  }
+  // Calls back with the position of each winner.
+  template <typename F>
+  __device__ __forceinline__ void each_winner(const Cut& cut, F f) const {
+#pragma unroll 1
+    for (u32 i = lane(); i < size; i += 32) {
+      u32 bin = bin_of(score(i));
+      if (bin > cut.bin || (bin == cut.bin && strict_of(i) >= cut.cut)) f(found[i].y);
+    }
+  }
+};
+
+// The same of all keys of a slice, read again at every question.
+template <typename Row, int THREADS>
+struct Unlisted {
+  const Row& row;
+  int from, to;
+
+  template <typename F>
+  __device__ __forceinline__ void each(F f) const {
+#pragma unroll 1
+    for (int i = from + static_cast<int>(threadIdx.x); i < to; i += THREADS) f(row.score_at(i), i);
+  }
+  __device__ __forceinline__ void count_all(Tally& t) const {
+    each([&](float x, int) { count(t, bin_of(x)); });
+  }
+  __device__ __forceinline__ u32 above(u32 bin) const {
+    u32 some = 0;
+    each([&](float x, int) { some += bin_of(x) > bin; });
+    return some;
+  }
+  template <typename F>
+  __device__ __forceinline__ void each_of(u32 bin, F f) const {
+    each([&](float x, int i) {
+      if (bin_of(x) == bin) f(strict(ordinal(x), i));
+    });
+  }
+  template <typename F>
+  __device__ __forceinline__ void each_winner(const Cut& cut, F f) const {
+    each([&](float x, int i) {
+      u32 bin = bin_of(x);
+      if (bin > cut.bin || (bin == cut.bin && strict(ordinal(x), i) >= cut.cut)) f(static_cast<u32>(i));
+    });
+  }
+};
+
+template <typename Score, bool ROUND, int THREADS, int CAP, int WORDS, bool CLUSTERED>
 struct Slices {
-  using This = Row<Score, ROUND, THREADS>;
-  static constexpr int WIDTH = This::WIDTH;
-  static constexpr int AHEAD = (EXCHANGED ? 32 : 16) / WIDTH;  // vectors under way, and of a sample at most
+  using This = Row<Score, ROUND, THREADS, CLUSTERED>;
+  static constexpr int WIDTH = This::WIDTH, WARPS = THREADS / 32;
+  static constexpr int AHEAD = (CLUSTERED ? 32 : 16) / WIDTH;  // vectors under way
+  static constexpr int SAMPLED = 16 / WIDTH;                   // of a thread
 
   const Selection& p;
   const This& row;
-  Room<CAP, WORDS, EXCHANGED>& m;
+  Room<WARPS, CAP, WORDS, CLUSTERED>& m;
   Tally& t;
+  Together<This, THREADS, CLUSTERED, LIKES>& together;
   int vectors, share;  // of the row, of a slice
-  u32 turn;
 
   // First position of a slice.
   __device__ __forceinline__ int position(int who) const {
     return max(0, min(min(who * share, vectors) * WIDTH - row.skew, row.n));
   }
 
-  __device__ __forceinline__ u32 before(u32 value, u32& total) {
-    return block_before<THREADS>(value, t.sums[turn ^= 1], total);
-  }
-  __device__ __forceinline__ void find(u32 needed) { ::find<THREADS>(t, needed, turn ^= 1); }
-
   __device__ __forceinline__ void load(Vector<Score>& v, int i) const {
     v.load(row.base + static_cast<long long>(i) * WIDTH);
+    if constexpr (ROUND) {
+#pragma unroll
+      for (int j = 0; j < WIDTH; j++) v.x[j] = rounded(v.x[j]);
+    }
   }
 
-  // A threshold, the same in all blocks, that more than k keys are likely to reach.
+  // Scores of a vector that are none of the row's become NaN.
+  __device__ __forceinline__ void trim(Vector<Score>& v, int i) const {
+    int place = i * WIDTH - row.skew;
+    if (place >= 0 && place + WIDTH <= row.n) return;
+#pragma unroll
+    for (int j = 0; j < WIDTH; j++) {
+      if (static_cast<u32>(place + j) >= static_cast<u32>(row.n)) v.x[j] = __uint_as_float(0x7fffffffu);
+    }
+  }
+
+  // A vector of the sample, which is spread evenly over the row by lines of eight vectors.
+  __device__ __forceinline__ int sample(int i) const {
+    constexpr int ALL = SAMPLED * THREADS;
+    int which = i * THREADS + static_cast<int>(threadIdx.x);
+    if (vectors <= ALL) return which;
+    return (static_cast<int>(static_cast<u64>(which / 8) * vectors / (ALL / 8)) & ~7) + which % 8;
+  }
+
+  // A threshold, the same in all blocks, that at least k keys are likely to reach; 0 where all have to be taken.
   __device__ __forceinline__ u32 sampled() {
-    int each = max(1, 4096 / WIDTH / THREADS);
-    while (each < AHEAD && row.n > each * THREADS * WIDTH * (EXCHANGED ? 64 : 16)) each *= 2;
-    int groups = each * THREADS, stride = vectors / groups;
-    Vector<Score> v[AHEAD];
+    Vector<Score> v[SAMPLED];
 #pragma unroll
-    for (int i = 0; i < AHEAD; i++) {
-      if (i < each) load(v[i], (i * THREADS + static_cast<int>(threadIdx.x)) * stride);
+    for (int i = 0; i < SAMPLED; i++) {
+      if (int which = sample(i); which < vectors) load(v[i], which);
     }
-    float* sample = reinterpret_cast<float*>(m.all) + threadIdx.x;  // each thread's own
 #pragma unroll
-    for (int i = 0; i < AHEAD * WIDTH; i++) {
-      if (i / WIDTH < each) sample[i * THREADS] = v[i / WIDTH].x[i % WIDTH];
-    }
-#pragma unroll 2
-    for (int i = 0; i < each * WIDTH; i++) {
-      u32 place = (i / WIDTH * THREADS + threadIdx.x) * stride * WIDTH + i % WIDTH - row.skew;
-      u32 key = place < static_cast<u32>(row.n) ? row.key_of(sample[i * THREADS]) : 0;
-      sample[i * THREADS] = __uint_as_float(key);
-      if (key) count(t, key >> (32 - DIGIT));
+    for (int i = 0; i < SAMPLED; i++) {
+      trim(v[i], sample(i));  // also what is behind the row
+#pragma unroll
+      for (int j = 0; j < WIDTH; j += 2) {
+        u32 pair = pair_of_bins(v[i].x[j], v[i].x[j + 1]);
+        count(t, (pair & 0xffff) / 4);
+        count(t, (pair >> 16) / 4);
+      }
     }
     __syncthreads();
-    int size = groups * WIDTH - 2 * WIDTH;  // some of the first and the last vector are none of the row's
+    int size = min(SAMPLED * THREADS * WIDTH, row.n);
     float mean = static_cast<float>(p.k) * size / row.n;
-    u32 target = min(size, static_cast<int>(mean + 4.5f * sqrtf(mean)) + 4);
-    find(target);
-    u32 high = t.found[0], above = t.found[1], reached = above + t.found[2];
-    if (static_cast<float>(reached) * row.n < 0.8f * CAP * size) return max(high << (32 - DIGIT), NAN_ORDINAL);
-#pragma unroll 2
-    for (int i = 0; i < each * WIDTH; i++) {
-      u32 key = __float_as_uint(sample[i * THREADS]);
-      if (key && key >> (32 - DIGIT) == high) count(t, (key >> (32 - 2 * DIGIT)) & (BINS - 1));
+    u32 target = size == row.n ? p.k : min(size - 2 * WIDTH, static_cast<int>(mean + 4.5f * sqrtf(mean)) + 4);
+    find<THREADS>(t, t.bins, target, together.turn ^= 1);
+    u32 bin = t.found[0], above = t.found[1], reached = above + t.found[2];
+    if (bin == 0) return 0;
+    u32 low = least_of_bin(bin);
+    float room = 0.7f * CAP * WARPS * p.blocks;
+    if (static_cast<float>(reached) * row.n < room * size) return low;
+    int shift = max(0, 32 - __clz(most_of_bin(bin) - low) - DIGIT);
+#pragma unroll
+    for (int i = 0; i < SAMPLED; i++) {
+#pragma unroll
+      for (int j = 0; j < WIDTH; j++) {
+        if (bin_of(v[i].x[j]) == bin) count(t, ordinal(v[i].x[j]) - low >> shift);
+      }
     }
     __syncthreads();
-    find(target - above);
-    return max(high << (32 - DIGIT) | t.found[0] << (32 - 2 * DIGIT), NAN_ORDINAL);
+    find<THREADS>(t, t.bins, target - above, together.turn ^= 1);
+    return low + (t.found[0] << shift);
   }
 
-  // Collects every key of vectors [first, last) that reaches the threshold.
-  __device__ __forceinline__ void collect(u32 threshold, int first, int last, uint2* to) {
-    bool all = threshold == NAN_ORDINAL;
-    float least = threshold <= MINUS_INFINITY ? -INFINITY : score_of(threshold);
+  // Lists every key of vectors [first, last) that reaches the threshold; returns how many a warp has.
+  __device__ __forceinline__ u32 collect(u32 threshold, int first, int last) {
+    bool all = threshold == 0;
+    float least = all ? 0.0f : threshold <= MINUS_INFINITY ? -INFINITY : score_of(threshold);
+    uint2* to = m.found[warp()];
+    u32 size = 0;
 #pragma unroll 1
-    for (int base = first + static_cast<int>(threadIdx.x); base < last; base += THREADS * AHEAD) {
+    for (int base = first + static_cast<int>(warp()) * 32; base < last; base += THREADS * AHEAD) {
       Vector<Score> v[AHEAD];
 #pragma unroll
       for (int a = 0; a < AHEAD; a++) {
-        if (base + a * THREADS < last) load(v[a], base + a * THREADS);
+        int which = base + a * THREADS + static_cast<int>(lane());
+        if (which < last) load(v[a], which);
       }
 #pragma unroll
       for (int a = 0; a < AHEAD; a++) {
-        bool hit[WIDTH], near = false;
+        int which = base + a * THREADS + static_cast<int>(lane()), place = which * WIDTH - row.skew;
+        if (__any_sync(EVERY, which >= last || place < 0 || place + WIDTH > row.n)) {
+          if (which >= last) place = row.n;
+#pragma unroll
+          for (int j = 0; j < WIDTH; j++) {
+            if (static_cast<u32>(place + j) >= static_cast<u32>(row.n)) v[a].x[j] = __uint_as_float(0x7fffffffu);
+          }
+        }
 #pragma unroll
         for (int j = 0; j < WIDTH; j++) {
-          if constexpr (ROUND) v[a].x[j] = rounded(v[a].x[j]);
-          hit[j] = all || v[a].x[j] >= least;
-          near |= hit[j];
-        }
-        if (near && base + a * THREADS < last) {
-          int place = (base + a * THREADS) * WIDTH - row.skew;
-          u32 hits = 0;
-#pragma unroll
-          for (int j = 0; j < WIDTH; j++) {
-            hits |= static_cast<u32>(hit[j] && static_cast<u32>(place + j) < static_cast<u32>(row.n)) << j;
-          }
-          u32 slot = atomicAdd(&t.collected, static_cast<u32>(__popc(hits)));
-#pragma unroll
-          for (int j = 0; j < WIDTH; j++) {
-            if (hits >> j & 1) {
-              if (slot < CAP) to[slot] = make_uint2(__float_as_uint(v[a].x[j]), place + j);
-              slot++;
-            }
+          bool hit = v[a].x[j] >= least || (all && static_cast<u32>(place + j) < static_cast<u32>(row.n));
+          u32 hits = __ballot_sync(EVERY, hit);
+          if (hits) {
+            u32 slot = size + __popc(hits & lanes_below());
+            if (hit && slot < CAP) to[slot] = make_uint2(__float_as_uint(v[a].x[j]), place + j);
+            size += __popc(hits);
           }
         }
       }
     }
+    return size;
   }
 
-  // Copies all blocks' candidates here; false where they are more than there is room for.
-  __device__ __forceinline__ bool gather(u32& size) {
-    u32 count = lane() < p.blocks ? remote(&t.collected, lane()) : 0;
-    u32 until = warp_inclusive(count);
-    size = __shfl_sync(EVERY, until, 31);
-    if (size > CAP) return false;
-    u32 who = warp() % p.blocks, team = THREADS / 32 / p.blocks;
-    u32 first = __shfl_sync(EVERY, until - count, who);
-    count = __shfl_sync(EVERY, count, who);
-    constexpr int AT_ONCE = 4;
-#pragma unroll 1
-    for (u32 i = warp() / p.blocks * 32 + lane(); i < count; i += team * 32 * AT_ONCE) {
-      uint2 some[AT_ONCE];
-#pragma unroll
-      for (int j = 0; j < AT_ONCE; j++) some[j] = remote(&m.own[min(i + j * team * 32, count - 1)], who);
-#pragma unroll
-      for (int j = 0; j < AT_ONCE; j++) {
-        if (i + j * team * 32 < count) m.all[first + i + j * team * 32] = some[j];
-      }
-    }
-    __syncthreads();
-    return true;
-  }
-
-  __device__ __forceinline__ u32 key_of(u32 candidate) const { return ordinal(__uint_as_float(m.all[candidate].x)); }
-
-  // The k-th best of the candidates; `needed` of those equal to it are winners.
-  __device__ __forceinline__ u32 kth(u32 size, u32 threshold, u32& needed) {
-    u32 base = threshold, range = 0xffffffffu - threshold;
-    int shift = threshold > NAN_ORDINAL ? DIGIT : 32 - DIGIT;
-    needed = p.k;
-#pragma unroll 1
-    while (true) {
-#pragma unroll 2
-      for (u32 i = threadIdx.x; i < size; i += THREADS) {
-        u32 offset = key_of(i) - base;  // wraps beyond the range for keys below the base
-        if (offset <= range) count(t, min(offset >> shift, static_cast<u32>(BINS - 1)));
-      }
-      __syncthreads();
-      find(needed);
-      u32 bin = t.found[0], same = t.found[2];
-      bool open = bin == BINS - 1 && range >> shift > BINS - 1;  // the last bin holds all that is beyond it
-      base += bin << shift;
-      needed -= t.found[1];
-      range = open ? range - (bin << shift) : (1u << shift) - 1;
-      if (!open && shift == 0) return base;
-      if (same <= LIST) {
-#pragma unroll 1
-        for (u32 i = threadIdx.x; i < size; i += THREADS) {
-          if (key_of(i) - base <= range) t.list[atomicAdd(&t.listed, 1u)] = key_of(i);
-        }
-        __syncthreads();
-        return rank_list<THREADS>(t, same, needed);
-      }
-      shift = open ? max(0, 32 - __clz(range) - DIGIT) : max(0, shift - DIGIT);
-    }
-  }
-
-  // The k-th best by digits over all slices, where candidates do not tell.
-  __device__ __forceinline__ u32 digits(u32& needed) {
-    int first = position(row.rank), last = position(row.rank + 1);
-    u32 found = 0;
-    needed = p.k;
-#pragma unroll 1
-    for (int done = 32; done > 0;) {
-      int shift = max(0, done - DIGIT);
-#pragma unroll 1
-      for (int base = first; base < last; base += THREADS) {
-        int i = base + static_cast<int>(threadIdx.x);
-        u32 key = i < last ? row.key_at(i) : 0;
-        bool live = i < last && (done == 32 || key >> done == found);
-        u32 bin = (key >> shift) & ((1u << (done - shift)) - 1);
-        u32 lowest = __shfl_sync(EVERY, bin, 0);
-        if (__all_sync(EVERY, live && bin == lowest)) {
-          if (lane() == 0) atomicAdd(&t.bins[bin].x, 32u);  // a row of equal scores
-        } else if (live) {
-          count(t, bin);
-        }
-      }
-      __syncthreads();
-      if constexpr (EXCHANGED) share_bins();
-      find(needed);
-      found = found << (done - shift) | t.found[0];
-      needed -= t.found[1];
-      done = shift;
-    }
-    return found;
-  }
-
-  // Adds up the bins of all blocks, in each of them.
-  __device__ __forceinline__ void share_bins() {
-    constexpr int EACH = BINS / THREADS;
-    uint4 sum[EACH];
-    cluster_sync();
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-      sum[i] = make_uint4(0, 0, 0, 0);
-#pragma unroll 1
-      for (int who = 0; who < p.blocks; who++) {
-        const u32* bin = reinterpret_cast<const u32*>(&t.bins[threadIdx.x + i * THREADS]);
-        sum[i].x += remote(bin, who) + remote(bin + 1, who) + remote(bin + 2, who) + remote(bin + 3, who);
-      }
-    }
-    cluster_sync();
-#pragma unroll
-    for (int i = 0; i < EACH; i++) t.bins[threadIdx.x + i * THREADS] = sum[i];
-    __syncthreads();
-  }
-
-  // Marks the winners, and the keys equal to the k-th, of positions [from, to); counts those before `begin`.
-  __device__ __forceinline__ void mark(u32 size, u32 last, int from, int to, int begin) {
-    u32 ups = 0, likes = 0;
-#pragma unroll 1
-    for (int i = (size ? 0 : from) + static_cast<int>(threadIdx.x); i < (size ? static_cast<int>(size) : to);
-         i += THREADS) {
-      u32 key = size ? key_of(i) : row.key_at(i);
-      int place = size ? static_cast<int>(m.all[i].y) : i;
-      if (key < last) continue;
-      ups += place < begin && key > last;
-      likes += place < begin && key == last;
-      if (place >= from && place < to) {
-        atomicOr(&(key > last ? m.above_map : m.equal_map)[(place - from) >> 5], 1u << ((place - from) & 31));
-      }
-    }
-    if (begin && size) {
-      ups = __reduce_add_sync(EVERY, ups);
-      likes = __reduce_add_sync(EVERY, likes);
-      if (lane() == 0 && (ups | likes)) {
-        atomicAdd(&t.above, ups);
-        atomicAdd(&t.equal, likes);
-      }
-    }
-  }
-
-  // Without candidates: winners and equal keys in the slices before this one.
-  __device__ __forceinline__ void count_slices(u32 last) {
-    u32 ups = 0, likes = 0;
-#pragma unroll 1
-    for (int i = position(row.rank) + threadIdx.x; i < position(row.rank + 1); i += THREADS) {
-      u32 key = row.key_at(i);
-      ups += key > last;
-      likes += key == last;
-    }
-    atomicAdd(&t.above, ups);
-    atomicAdd(&t.equal, likes);
-    __syncthreads();
-    cluster_sync();
-    ups = likes = 0;
-#pragma unroll 1
-    for (int who = 0; who < row.rank; who++) {
-      ups += remote(&t.above, who);
-      likes += remote(&t.equal, who);
-    }
-    cluster_sync();
-    if (threadIdx.x == 0) {
-      t.above = ups;
-      t.equal = likes;
-    }
-    __syncthreads();
-  }
-
-  // Writes the winners of this slice in order. `size` candidates hold all of them; 0: they are looked for in the slice.
-  __device__ __forceinline__ void emit(u32 size, u32 last, u32 needed) {
+  // Writes the winners of this slice in order.
+  template <typename Keys>
+  __device__ __forceinline__ void emit(const Keys& keys, const Cut& cut) {
+    constexpr int EACH = (WORDS + THREADS - 1) / THREADS;
     int begin = position(row.rank), end = position(row.rank + 1);
-    int window = min(WORDS * 32, size ? WORDS * 32 : 32768);  // equal keys are counted in 16 bits
-    u32 above = 0, equal = 0;
+    u32 to = cut.above;
 #pragma unroll 1
-    for (int from = begin; from < end; from += window) {
-      int to = min(end, from + window), words = (to - from + 31) / 32;
+    for (int from = begin; from < end; from += WORDS * 32) {
+      int words = (min(end - from, WORDS * 32) + 31) / 32, each = (words + THREADS - 1) / THREADS;
 #pragma unroll 1
-      for (int i = threadIdx.x; i < words; i += THREADS) m.above_map[i] = m.equal_map[i] = 0;
+      for (int i = threadIdx.x; i < words; i += THREADS) m.map[i] = 0;
       __syncthreads();
-      mark(size, last, from, to, from == begin ? begin : 0);
+      keys.each_winner(cut, [&](u32 place) {
+        u32 at = place - from;
+        if (at < WORDS * 32) atomicOr(&m.map[at / 32], 1u << at % 32);
+      });
       __syncthreads();
-      if (from == begin) {
-        above = t.above;
-        equal = t.equal;
-      }
-      int each = (words + THREADS - 1) / THREADS;
       u32 mine = 0, total;
 #pragma unroll 1
-      for (int i = threadIdx.x * each; i < min(words, static_cast<int>(threadIdx.x + 1) * each); i++) {
-        mine += __popc(m.above_map[i]) | __popc(m.equal_map[i]) << 16;
+      for (int i = 0; i < each; i++) {
+        int word = threadIdx.x * each + i;
+        mine += word < words ? __popc(m.map[word]) : 0;
       }
-      u32 over = before(mine, total);
-      u32 wins = above + (over & 0xffff), like = equal + (over >> 16), first = above + min(equal, needed);
+      u32 at = block_before<THREADS>(mine, t.sums[together.turn ^= 1], total);
 #pragma unroll 1
-      for (int i = threadIdx.x * each; i < min(words, static_cast<int>(threadIdx.x + 1) * each); i++) {
-        u32 up = m.above_map[i];
+      for (int i = 0; i < each && mine; i++) {
+        int word = threadIdx.x * each + i;
+        if (word >= words) break;
 #pragma unroll 1
-        for (u32 both = up | m.equal_map[i]; both; both &= both - 1) {
-          u32 bit = both & -both;
-          bool greater = up & bit;
-          if (greater || like < needed) stage(t)[wins + min(like, needed) - first] = from + i * 32 + __ffs(bit) - 1;
-          wins += greater;
-          like += !greater;
-        }
+        for (u32 bits = m.map[word]; bits; bits &= bits - 1) stage(t)[at++] = from + word * 32 + __ffs(bits) - 1;
       }
-      above += total & 0xffff;
-      equal += total >> 16;
       __syncthreads();
-      row.write(stage(t), first, above + min(equal, needed) - first);
+      row.write(stage(t), to, total);
+      to += total;
     }
+    static_assert(EACH > 0);
   }
 
   __device__ __forceinline__ void run() {
-    if (threadIdx.x == 0) t.collected = t.listed = t.above = t.equal = 0;
-    clear_bins<THREADS>(t);
-    __syncthreads();
-    bool whole = row.n <= CAP;  // every block holds all keys
-    bool told = true;
-    u32 threshold = whole ? NAN_ORDINAL : sampled(), needed, last;
-    int first = whole ? 0 : min(row.rank * share, vectors), behind = whole ? vectors : min(first + share, vectors);
-    collect(threshold, first, behind, EXCHANGED && !whole ? m.own : m.all);
-    __syncthreads();
-    u32 size = t.collected;
-    if (!whole) {
-      if constexpr (EXCHANGED) {
-        cluster_sync();
-        told = gather(size);
-      } else {
-        told = size <= CAP;
-      }
-      told = told && size >= static_cast<u32>(p.k);
+    u32 threshold = row.n <= CAP * WARPS / 2 ? 0 : sampled();
+    int first = min(row.rank * share, vectors), last = min(first + share, vectors);
+    u32 size = collect(threshold, first, last);
+    // All blocks have to have room for what they found, and together at least k keys.
+    if (lane() == 0) {
+      atomicAdd(&t.collected, min(size, static_cast<u32>(CAP)));
+      if (size > CAP) t.listed = 1;
     }
+    __syncthreads();
+    u32 every = t.collected, full = t.listed;
+    if constexpr (CLUSTERED) {
+      together.note(m.exchange.notes, static_cast<u64>(full) << 32 | every, NOTES);
+      together.hear(NOTES, 0, 0);
+      u64 both = lane() < static_cast<u32>(p.blocks) ? m.exchange.notes[lane()] : 0;
+      every = __reduce_add_sync(EVERY, static_cast<u32>(both));
+      full = __reduce_or_sync(EVERY, static_cast<u32>(both >> 32));
+    }
+    bool told = every >= static_cast<u32>(p.k) && !full;
     if (told) {
-      last = kth(size, threshold, needed);
+      Listed<This> keys{row, m.found[warp()], size};
+      choose(keys);
     } else {
-      last = digits(needed);
-      size = 0;
-      if constexpr (EXCHANGED) count_slices(last);
+      __syncthreads();
+      if (threadIdx.x == 0) t.listed = 0;
+      __syncthreads();
+      Unlisted<This, THREADS> keys{row, position(row.rank), position(row.rank + 1)};
+      choose(keys);
     }
-    emit(size, last, needed);
-    if constexpr (EXCHANGED) {
-      if (!whole) cluster_sync();  // nobody may still read here
-    }
+  }
+
+  template <typename Keys>
+  __device__ __forceinline__ void choose(const Keys& keys) {
+    Cut cut = together.choose(keys);
+    emit(keys, cut);
   }
 };
 
-template <typename Score, bool ROUND, int THREADS, int CAP, int WORDS, bool EXCHANGED>
+template <typename Score, bool ROUND, int THREADS, int CAP, int WORDS, bool CLUSTERED>
 __device__ __forceinline__ void select_slices(const Selection& p) {
   extern __shared__ __align__(16) unsigned char memory[];
-  auto& m = *reinterpret_cast<Room<CAP, WORDS, EXCHANGED>*>(memory);
-  Row<Score, ROUND, THREADS> row(p);
+  auto& m = *reinterpret_cast<Room<THREADS / 32, CAP, WORDS, CLUSTERED>*>(memory);
+  using This = Row<Score, ROUND, THREADS, CLUSTERED>;
+  This row(p);
+  Tally& t = m.exchange.tally;
+  Together<This, THREADS, CLUSTERED, LIKES> together{p, row, m.exchange, t, 0, 0, false};
+  together.clear();
+  if (threadIdx.x == 0) t.collected = 0;
   row.measure();
-  constexpr int WIDTH = Row<Score, ROUND, THREADS>::WIDTH;
+  __syncthreads();
+  together.meet_blocks();
+  constexpr int WIDTH = This::WIDTH;
   int vectors = (row.n + row.skew + WIDTH - 1) / WIDTH, share = (vectors + p.blocks - 1) / p.blocks;
-  Slices<Score, ROUND, THREADS, CAP, WORDS, EXCHANGED> slices{p, row, m, m.tally, vectors, share, 0};
+  Slices<Score, ROUND, THREADS, CAP, WORDS, CLUSTERED> slices{p, row, m, t, together, vectors, share};
   if (row.n <= p.k) row.take_all();
   else slices.run();
   if (p.slots) {
-    if constexpr (EXCHANGED) cluster_sync();
+    if constexpr (CLUSTERED) cluster_sync();
     else __syncthreads();
-    row.to_slots(m.tally, slices.turn ^ 1);
+    row.to_slots(t, together.turn ^ 1);
   }
 }

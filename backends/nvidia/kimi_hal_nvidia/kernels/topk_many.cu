@@ -3,6 +3,6 @@
 
 #define MANY(NAME, SCORE, ROUND)                                                                          \
   extern "C" __global__ void __launch_bounds__(512, 3) many_##NAME(const __grid_constant__ Selection p) { \
-    select_slices<SCORE, ROUND, 512, 4096, 512, false>(p);                                                \
+    select_slices<SCORE, ROUND, 512, 256, 4096, false>(p);                                                 \
   }
 EVERY_FORM(MANY)

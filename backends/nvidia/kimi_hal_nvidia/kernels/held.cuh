@@ -1,0 +1,213 @@
+// topk_select of rows that the registers of a block, or of a cluster of blocks, hold: sixteen keys a thread.
+#pragma once
+#include "together.cuh"
+
+// Where this lane's ones of each field of `counts` stand among all of the block's, which it returns; a field is a
+// vector's, and a warp has 32 vectors of a field beside each other, behind those of its fields before.
+template <int THREADS, int FIELDS>
+__device__ __forceinline__ u32 places_of(u32 counts, u32* room, u32 (&places)[FIELDS]) {
+  constexpr int BITS = 32 / FIELDS;
+  constexpr u32 MASK = (1ull << BITS) - 1;
+  u32 within = warp_inclusive(counts), all = __shfl_sync(EVERY, within, 31), total = 0;
+#pragma unroll
+  for (int i = 0; i < FIELDS; i++) {
+    places[i] = total + ((within - counts) >> i * BITS & MASK);
+    total += all >> i * BITS & MASK;
+  }
+  if (lane() == 0) room[warp()] = total;
+  __syncthreads();
+  u32 sums = lane() < THREADS / 32 ? room[lane()] : 0;
+  u32 before = __reduce_add_sync(EVERY, lane() < warp() ? sums : 0);
+#pragma unroll
+  for (int i = 0; i < FIELDS; i++) places[i] += before;
+  return __reduce_add_sync(EVERY, sums);
+}
+
+// The keys of a thread, in sets of bits.
+template <typename Score, int THREADS>
+struct Held {
+  static constexpr int WIDTH = Vector<Score>::WIDTH, KEYS = 16, VECTORS = KEYS / WIDTH, PAIRS = KEYS / 2;
+  static constexpr int BITS = 32 / VECTORS;
+  static constexpr u32 OF_VECTOR = 0x00010001u * ((1 << WIDTH / 2) - 1) << 8;  // a vector's bits in a set of keys
+
+  int first;         // position of this lane's first key
+  float* scores;     // the block's, each thread's own
+  u32 pair[PAIRS];   // bins
+
+  __device__ __forceinline__ float score_of_bit(int bit) const {
+    int i = bit % 8 * 2 + bit / 16;
+    return scores[(i / WIDTH * THREADS + threadIdx.x) * WIDTH + i % WIDTH];
+  }
+
+  // Position of a key by its bit in a set: keys 2 j and 2 j + 1 have bits 8 + j and 24 + j.
+  __device__ __forceinline__ u32 place_of(int bit) const {
+    int i = bit % 8 * 2 + bit / 16;
+    return first + i / WIDTH * 32 * WIDTH + i % WIDTH;
+  }
+
+  // Takes scores; those outside of [from, to) count as NaN.
+  template <bool ROUND>
+  __device__ __forceinline__ void take(Vector<Score> (&v)[VECTORS], int from, int to) {
+#pragma unroll
+    for (int i = 0; i < VECTORS; i++) {
+      int place = first + i * 32 * WIDTH;
+      if (place < from || place + WIDTH > to) {
+#pragma unroll
+        for (int j = 0; j < WIDTH; j++) {
+          if (place + j < from || place + j >= to) v[i].x[j] = __uint_as_float(0x7fffffffu);
+        }
+      }
+#pragma unroll
+      for (int j = 0; ROUND && j < WIDTH; j++) v[i].x[j] = rounded(v[i].x[j]);
+#pragma unroll
+      for (int j = 0; j < WIDTH; j += 2) pair[(i * WIDTH + j) / 2] = pair_of_bins(v[i].x[j], v[i].x[j + 1]);
+#pragma unroll
+      for (int j = 0; j < WIDTH; j += 4) {
+        *reinterpret_cast<float4*>(&scores[(i * THREADS + threadIdx.x) * WIDTH + j]) =
+            make_float4(v[i].x[j], v[i].x[j + 1], v[i].x[j + 2], v[i].x[j + 3]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void count_all(Tally& t) const {
+#pragma unroll
+    for (int j = 0; j < PAIRS; j++) {
+      count(t, (pair[j] & 0xffff) / 4);
+      count(t, (pair[j] >> 16) / 4);
+    }
+  }
+
+  // Keys whose bin is at least `bin`.
+  __device__ __forceinline__ u32 from_bin(u32 bin) const {
+    u32 set = 0, less = 0x80008000u - bin * 0x00040004u;
+#pragma unroll
+    for (int j = 0; j < PAIRS; j++) set |= (pair[j] + less & 0x80008000u) >> (7 - j);
+    return set;
+  }
+
+  // Keys of a set whose positions are in [from, to).
+  __device__ __forceinline__ u32 inside(u32 set, int from, int to) const {
+    u32 some = 0;
+#pragma unroll 1
+    for (; set; set &= set - 1) {
+      int place = place_of(__ffs(set) - 1);
+      if (place >= from && place < to) some |= set & -set;
+    }
+    return some;
+  }
+
+  // How many keys of each vector are in a set.
+  __device__ __forceinline__ u32 counts_of(u32 set) const {
+    u32 counts = 0;
+#pragma unroll
+    for (int i = 0; i < VECTORS; i++) counts |= __popc(set & OF_VECTOR << i * WIDTH / 2) << i * BITS;
+    return counts;
+  }
+
+  // Stages the positions of the keys of a set, in order.
+  __device__ __forceinline__ void put(int* staged, u32 set, const u32 (&places)[VECTORS]) const {
+#pragma unroll
+    for (int i = 0; i < VECTORS; i++) {
+      int* to = staged + places[i];
+#pragma unroll
+      for (int j = 0; j < WIDTH; j++) {
+        int bit = 8 + (i * WIDTH + j) / 2 + j % 2 * 16;
+        bool mine = set & 1u << bit;
+        if (mine) *to = place_of(bit);
+        to += mine;
+      }
+    }
+  }
+};
+
+// What the choice asks of the keys that a block holds.
+template <typename Row, typename Keys>
+struct HeldOf {
+  const Row& row;
+  const Keys& keys;
+  int from, to;  // positions of the slice
+
+  __device__ __forceinline__ void count_all(Tally& t) const { keys.count_all(t); }
+  __device__ __forceinline__ u32 above(u32 bin) const { return __popc(keys.from_bin(bin + 1)); }
+  __device__ __forceinline__ u64 strict_of(u32 set) const {
+    int bit = __ffs(set) - 1;
+    return strict(ordinal(keys.score_of_bit(bit)), keys.place_of(bit));
+  }
+  __device__ __forceinline__ u32 of_bin(u32 bin) const {
+    u32 set = keys.from_bin(bin) & ~keys.from_bin(bin + 1);
+    return bin ? set : keys.inside(set, from, to);  // bin 0 has also what is no key
+  }
+  template <typename F>
+  __device__ __forceinline__ void each_of(u32 bin, F f) const {
+#pragma unroll 1
+    for (u32 set = of_bin(bin); set; set &= set - 1) f(strict_of(set));
+  }
+};
+
+constexpr int LIKES = 1024;  // keys of one bin that are exchanged
+
+template <int THREADS, bool CLUSTERED>
+struct HeldRoom {
+  Exchange<CLUSTERED, LIKES> exchange;
+  float scores[16 * THREADS];
+};
+
+template <typename Score, bool ROUND, int THREADS, bool CLUSTERED>
+__device__ __forceinline__ void select_held(const Selection& p) {
+  using Keys = Held<Score, THREADS>;
+  using This = Row<Score, ROUND, THREADS, CLUSTERED>;
+  constexpr int WIDTH = Keys::WIDTH;
+  extern __shared__ __align__(16) unsigned char memory[];
+  auto& room = *reinterpret_cast<HeldRoom<THREADS, CLUSTERED>*>(memory);
+  auto& m = room.exchange;
+  Tally& t = m.tally;
+  This row(p);
+  Together<This, THREADS, CLUSTERED, LIKES> together{p, row, m, t, 0, 0, false};
+  Keys keys;
+  keys.scores = room.scores;
+  Vector<Score> v[Keys::VECTORS];
+  keys.first = (warp() * Keys::VECTORS * 32 + lane()) * WIDTH - row.skew;
+  int begin = -row.skew, end;
+  if constexpr (CLUSTERED) {
+    row.measure();
+    int vectors = (row.n + row.skew + WIDTH - 1) / WIDTH, share = (vectors + p.blocks - 1) / p.blocks;
+    begin += row.rank * share * WIDTH;
+    keys.first += row.rank * share * WIDTH;
+    end = min(row.n, begin + share * WIDTH);
+  } else {
+    end = p.width - row.start;  // keys come before the row's length is known
+  }
+#pragma unroll
+  for (int i = 0; i < Keys::VECTORS; i++) {
+    int place = keys.first + i * 32 * WIDTH;
+    if (place < end) v[i].load(row.at + place);
+  }
+  together.clear();
+  if constexpr (!CLUSTERED) {
+    row.measure();
+    end = row.n;
+  }
+  __syncthreads();
+  together.meet_blocks();
+  if (row.n <= p.k) {
+    row.take_all();
+  } else {
+    keys.template take<ROUND>(v, max(0, begin), end);
+    HeldOf<This, Keys> held{row, keys, max(0, begin), end};
+    Cut cut = together.choose(held);
+    u32 won = keys.from_bin(cut.bin + 1), places[Keys::VECTORS];
+#pragma unroll 1
+    for (u32 set = held.of_bin(cut.bin); set; set &= set - 1) {
+      if (held.strict_of(set) >= cut.cut) won |= set & -set;
+    }
+    u32 mine = places_of<THREADS>(keys.counts_of(won), t.sums[together.turn ^= 1], places);
+    keys.put(stage(t), won, places);
+    __syncthreads();
+    row.write(stage(t), cut.above, mine);
+  }
+  if (p.slots) {
+    if constexpr (CLUSTERED) cluster_sync();
+    else __syncthreads();
+    row.to_slots(t, together.turn ^ 1);
+  }
+}

@@ -1,0 +1,262 @@
+// The k-th best of the keys that a block, or a cluster of blocks, has: counted by coarse bins, whose counts a cluster
+// adds up, until few enough keys are left to be exchanged and compared with each other.
+#pragma once
+#include "copies.cuh"
+#include "halves.cuh"
+#include "selection.cuh"
+
+constexpr u32 RANKED = 96;  // keys that are compared all with all
+
+// A key's place in the strict order: the higher score, then the lower position. No two keys have the same.
+__device__ __forceinline__ u64 strict(u32 key, u32 place) { return static_cast<u64>(key) << 32 | ~place; }
+
+constexpr int CLUSTER = 16;  // blocks at most
+
+// Blocks of a cluster talk by sending, each value with a word to a barrier of the receiver, which waits for bytes:
+// barriers of a cluster would wait for all memory.
+template <bool CLUSTERED, int LIKES>
+struct Exchange {
+  Tally tally;
+  uint4 parts[CLUSTERED ? BINS / 4 : 1];     // all blocks' bins of the part that this block adds up
+  uint4 part[CLUSTERED ? BINS / 4 : 1];      // their sums
+  uint4 all_bins[CLUSTERED ? BINS / 4 : 1];  // of the cluster
+  u64 own[LIKES], list[LIKES];
+  u64 all[CLUSTERED ? LIKES : 1];  // the blocks' keys, some room for each
+  u64 counts[CLUSTER];             // of each block: keys in the bin, and winners for certain << 32
+  u64 notes[CLUSTER];              // of each block, at its own
+  u64 last;
+  u64 heard[5];  // barriers: of parts, of all bins, of counts, of keys, of notes
+  u32 told[2];   // of this block, as counts
+};
+enum { PARTS, ALL_BINS, COUNTS, KEYS_OF_BIN, NOTES };
+
+// Where the k-th best stands: winners are the keys of higher bins, and of its bin those from `cut` on.
+struct Cut {
+  u32 bin, above;  // winners of the blocks before this one
+  u64 cut;
+};
+
+template <typename Row, int THREADS, bool CLUSTERED, int LIKES>
+struct Together {
+  const Selection& p;
+  const Row& row;
+  Exchange<CLUSTERED, LIKES>& m;
+  Tally& t;
+  u32 turn;
+
+  u32 round;  // how often bins were added up
+
+  // Of all threads, before anything else.
+  __device__ __forceinline__ void clear() {
+    clear_bins<THREADS>(t);
+    if (threadIdx.x == 0) {
+      t.listed = t.above = m.told[0] = m.told[1] = 0;
+      if constexpr (CLUSTERED) {
+#pragma unroll
+        for (int i = 0; i < 5; i++) barrier_init(&m.heard[i], 1);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        barrier_expect(&m.heard[PARTS], BINS * 4);
+        barrier_expect(&m.heard[ALL_BINS], BINS * 4);
+        barrier_expect(&m.heard[COUNTS], p.blocks * 8);
+        barrier_expect(&m.heard[NOTES], p.blocks * 8);
+      }
+    }
+    if constexpr (CLUSTERED) {
+      __syncthreads();
+      cluster_arrive();
+    }
+  }
+
+  // Behind this, the other blocks listen.
+  __device__ __forceinline__ void meet_blocks() const {
+    if constexpr (CLUSTERED) cluster_wait();
+  }
+
+  // Waits for a barrier's bytes, and lets it expect as many again.
+  __device__ __forceinline__ void hear(int which, u32 turn, u32 again) const {
+    barrier_wait(&m.heard[which], turn & 1);
+    if (threadIdx.x == 0 && again) barrier_expect(&m.heard[which], again);
+  }
+
+  // Finds the bin with the needed-th key, of all blocks' bins.
+  __device__ __forceinline__ void find_together(u32 needed) {
+    __syncthreads();
+    if constexpr (!CLUSTERED) {
+      find<THREADS>(t, t.bins, needed, turn ^= 1);
+      return;
+    }
+    u32 each = BINS / 4 / p.blocks, quad = threadIdx.x % each, who = threadIdx.x / each;
+    bool live = who < static_cast<u32>(p.blocks);
+    if (live) {  // a block adds up a part of the bins
+      uint4 some = t.bins[threadIdx.x];
+      t.bins[threadIdx.x] = make_uint4(0, 0, 0, 0);
+      send(&m.parts[row.rank * each + quad], who, some, &m.heard[PARTS]);
+    }
+    hear(PARTS, round, BINS * 4);
+    u32 *from = reinterpret_cast<u32*>(m.parts), *to = reinterpret_cast<u32*>(m.part), words = each * 4;
+#pragma unroll 1
+    for (u32 i = threadIdx.x; i < words; i += THREADS) {
+      u32 sum = 0;
+#pragma unroll 4
+      for (u32 j = 0; j < static_cast<u32>(p.blocks); j++) sum += from[j * words + i];
+      to[i] = sum;
+    }
+    __syncthreads();
+    if (live) send(&m.all_bins[row.rank * each + quad], who, m.part[quad], &m.heard[ALL_BINS]);
+    hear(ALL_BINS, round, BINS * 4);
+    round++;
+    find<THREADS>(t, m.all_bins, needed, turn ^= 1);
+  }
+
+  // Sends a value of this block to all, which get it at `to[rank]`.
+  __device__ __forceinline__ void note(u64* to, u64 value, int which) const {
+    if (warp() == 0 && lane() < static_cast<u32>(p.blocks)) send(&to[row.rank], lane(), value, &m.heard[which]);
+  }
+
+  // Sends this block's keys and counts to all blocks, and waits for theirs: how many keys there are, where those of
+  // blocks before this one end, and the winners of those blocks.
+  __device__ __forceinline__ u32 exchange(u32& above, u32& before) {
+    __syncthreads();
+    above = before = 0;
+    if constexpr (!CLUSTERED) return m.told[0];
+    u32 slots = LIKES / p.blocks, mine = m.told[0], who = warp() % p.blocks, team = THREADS / 32 / p.blocks;
+    note(m.counts, static_cast<u64>(m.told[1]) << 32 | mine, COUNTS);
+    if (warp() / p.blocks < team) {
+#pragma unroll 1
+      for (u32 i = warp() / p.blocks * 32 + lane(); i < min(mine, slots); i += team * 32) {
+        send(&m.all[row.rank * slots + i], who, m.own[i], &m.heard[KEYS_OF_BIN]);
+      }
+    }
+    hear(COUNTS, 0, 0);
+    u64 both = lane() < static_cast<u32>(p.blocks) ? m.counts[lane()] : 0;
+    u32 count = static_cast<u32>(both), wins = static_cast<u32>(both >> 32);
+    u32 sent = __reduce_add_sync(EVERY, min(count, slots));
+    if (threadIdx.x == 0) barrier_expect(&m.heard[KEYS_OF_BIN], 8 * sent);
+    hear(KEYS_OF_BIN, 0, 0);
+    above = __reduce_add_sync(EVERY, lane() < static_cast<u32>(row.rank) ? wins : 0);
+    u32 size = __reduce_add_sync(EVERY, count);
+    before = row.rank * slots;
+    crowded = __reduce_max_sync(EVERY, count) > slots;
+    if (crowded) before = gather(count);
+    return size;
+  }
+  bool crowded;  // a block had more keys than its room
+
+  // A key of the exchanged ones; 0 where there is none.
+  __device__ __forceinline__ u64 key(u32 i, u32 size) const {
+    if (!CLUSTERED || crowded) return i < size ? (CLUSTERED ? m.all : m.own)[i] : 0;
+    u32 slots = LIKES / p.blocks;
+    return i % slots < static_cast<u32>(m.counts[i / slots]) ? m.all[i] : 0;
+  }
+
+  // Copies all blocks' keys here one behind the other, where one has more than its room. Returns where those of blocks
+  // before this one end.
+  __device__ __forceinline__ u32 gather(u32 count) {
+    u32 until = warp_inclusive(count);
+    u32 before = __shfl_sync(EVERY, until - count, row.rank);
+    u32 who = warp() % p.blocks, team = THREADS / 32 / p.blocks;
+    u32 first = __shfl_sync(EVERY, until - count, who);
+    count = __shfl_sync(EVERY, count, who);
+    cluster_sync();
+#pragma unroll 1
+    for (u32 i = warp() / p.blocks * 32 + lane(); i < count && warp() / p.blocks < team; i += team * 32) {
+      uint2 one = remote(reinterpret_cast<const uint2*>(&m.own[i]), who);
+      m.all[first + i] = static_cast<u64>(one.y) << 32 | one.x;
+    }
+    cluster_sync();  // nobody reads here any more
+    return before;
+  }
+
+  static __device__ __forceinline__ int shift_of(u64 low, u64 high) {
+    return max(0, 64 - __clzll(static_cast<long long>(high - low)) - DIGIT);
+  }
+
+  // The needed-th best of the exchanged keys, all of which are from `low` to `high`.
+  __device__ __forceinline__ void kth(u32 size, u32 needed, u64 low, u64 high) {
+    int shift = shift_of(low, high);
+    u32 digit = 0, room = CLUSTERED ? LIKES : size, all = size;
+    bool few = size <= RANKED;
+    const u64* from = m.own;
+    if (!few) {
+#pragma unroll 1
+      for (u32 i = threadIdx.x; i < room; i += THREADS) {
+        if (u64 one = key(i, all)) count(t, static_cast<u32>((one - low) >> shift));
+      }
+      __syncthreads();
+      find<THREADS>(t, t.bins, needed, turn ^= 1);
+      digit = t.found[0];
+      needed -= t.found[1];
+      size = t.found[2];
+    }
+    if (CLUSTERED || !few) {
+#pragma unroll 1
+      for (u32 i = threadIdx.x; i < room; i += THREADS) {
+        u64 one = key(i, all);
+        if (one && (few || static_cast<u32>((one - low) >> shift) == digit)) m.list[atomicAdd(&t.listed, 1u)] = one;
+      }
+      __syncthreads();
+      from = m.list;
+    }
+#pragma unroll 1
+    for (u32 i = warp(); i < size; i += THREADS / 32) {  // a warp compares one key with all
+      u64 mine = from[i];
+      u32 greater = 0;
+#pragma unroll 1
+      for (u32 j = lane(); j < size; j += 32) greater += from[j] > mine;
+      greater = __reduce_add_sync(EVERY, greater);
+      if (greater == needed - 1 && lane() == 0) m.last = mine;
+    }
+    __syncthreads();
+  }
+
+  // Finds the k-th best. `keys` counts its keys by bins, counts those of higher bins than one, and calls back with
+  // each key of one bin.
+  template <typename Keys>
+  __device__ __forceinline__ Cut choose(const Keys& keys) {
+    keys.count_all(t);
+    find_together(p.k);
+    u32 bin = t.found[0], needed = p.k - t.found[1], same = t.found[2];
+    u64 low = static_cast<u64>(bin ? least_of_bin(bin) : NAN_ORDINAL) << 32;
+    u64 high = static_cast<u64>(bin ? most_of_bin(bin) : NAN_ORDINAL) << 32 | 0xffffffffu;
+    bool open = same > needed || bin == 0;  // bin 0 may have been counted for what is no key
+#pragma unroll 1
+    while (open && same > LIKES) {
+      int shift = shift_of(low, high);
+      keys.each_of(bin, [&](u64 one) {
+        if (one >= low && one <= high) count(t, static_cast<u32>((one - low) >> shift));
+      });
+      find_together(needed);
+      low += static_cast<u64>(t.found[0]) << shift;
+      high = low + ((1ull << shift) - 1);
+      needed -= t.found[1];
+      same = t.found[2];
+      open = same > needed;
+    }
+    u32 wins = keys.above(bin);
+    keys.each_of(bin, [&](u64 one) {
+      if (one > high || (!open && one >= low)) wins++;
+      else if (one >= low) m.own[atomicAdd(&m.told[0], 1u)] = one;
+    });
+    if constexpr (CLUSTERED) {
+      wins = __reduce_add_sync(EVERY, wins);
+      if (lane() == 0 && wins) atomicAdd(&m.told[1], wins);
+    }
+    u32 before;
+    Cut found{bin, 0, low};
+    u32 size = exchange(found.above, before);
+    if (open) {
+      kth(size, needed, low, high);
+      found.cut = m.last;
+      if constexpr (CLUSTERED) {
+        u32 winners = 0;
+#pragma unroll 1
+        for (u32 i = threadIdx.x; i < before; i += THREADS) winners += key(i, size) >= found.cut;
+        winners = __reduce_add_sync(EVERY, winners);
+        if (lane() == 0 && winners) atomicAdd(&t.above, winners);
+        __syncthreads();
+        found.above += t.above;
+      }
+    }
+    return found;
+  }
+};
