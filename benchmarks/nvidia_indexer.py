@@ -6,7 +6,7 @@ Predictions, written before the last change (copy 4.26 TB/s measured):
   one count of 1,000 and a ranking of some forty keys: 7 µs. 128K over 16 blocks: 12. 64 × 32K: 17. 2,048 × 128K: 450.
 * FP8 scores: lengths, requests, page numbers and queries under way together instead of one behind the other: a
   microsecond less everywhere: 1 × 8K 7.0, 1 × 128K 12.5, 64 × 128K 290.
-* MXFP4: groups of 32 multiplied as e4m3, whose sums are exact: 240 instructions for a page instead of 300: 64 × 128K 240.
+* MXFP4: groups of 32 multiplied as e4m3, whose sums are exact: 240 instructions a page, not 300: 64 × 128K 240.
 * both together: the selection is launched while scores are still written, 2 µs less than one after the other.
 
 ``python -m benchmarks nvidia_indexer`` needs an H200. Peers are timed where they can be loaded: ``DEEPGEMM`` names a
