@@ -81,7 +81,7 @@ WIDTHS = (2048, 2049, 8184, 8185, 8191, 8192, 8193, 20000, 40001, 131072, 300007
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("rows", [3, 140])
+@pytest.mark.parametrize("rows", [3, 66, 140])
 def test_any_scores_are_selected_from_as_by_the_reference(kind: str, width: int, rows: int) -> None:
     if rows * width > 1 << 23:
         rows = 2

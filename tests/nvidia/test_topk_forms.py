@@ -1,0 +1,35 @@
+"""How rows are cut over blocks: by their number and length, known without a device."""
+
+from __future__ import annotations
+
+import pytest
+
+from kimi_hal_nvidia.topk import PROCESSORS, blocks_of, team_of
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "expected"),
+    [
+        (1, 8193, ("team", 2)),
+        (1, 32768, ("team", 4)),
+        (1, 131072, ("team", 16)),
+        (8, 131072, ("large_team", 8)),
+        (64, 16384, ("team", 2)),
+        (64, 32768, ("large_team", 2)),
+        (1, 262144, ("large_team", 16)),
+    ],
+)
+def test_registers_of_the_fewest_blocks_hold_a_row(
+    rows: int, columns: int, expected: tuple[str, int]
+) -> None:
+    assert team_of(rows, columns) == expected
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 262145), (64, 32769), (133, 8193)])
+def test_longer_or_more_rows_are_held_by_no_registers(rows: int, columns: int) -> None:
+    assert team_of(rows, columns) is None
+
+
+@pytest.mark.parametrize("rows", [1, 7, 64, 66, 132])
+def test_blocks_of_all_rows_stand_beside_each_other(rows: int) -> None:
+    assert rows * blocks_of(rows, 1 << 20) <= PROCESSORS
