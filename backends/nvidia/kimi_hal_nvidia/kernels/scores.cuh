@@ -552,6 +552,7 @@ struct Scorer {
   // Page numbers and queries come near while the lengths are still under way.
   __device__ __forceinline__ void prefetch_all() const {
     constexpr int LINES = 8192;
+    if (p.room <= 0) return;
     int line = blockIdx.x * THREADS + threadIdx.x;
     long long table = (p.requests - 1) * p.table_row + (p.room + PAGE - 1) / PAGE;
     if (table <= LINES * 32 && line * 32 < table) prefetch(p.table + line * 32);
