@@ -1,21 +1,24 @@
-"""This project's CUDA attention over latents on an H200, beside FlashMLA, the portable kernels and the gather floor.
+"""This project's CUDA attention over latents on an H200, beside FlashMLA and the gather floor.
 
-Predictions, written before the first run. A tile of 64 keys is about 900 instructions a warp over FP8 and 1,500 over
-NVFP4, two blocks of four warps a multiprocessor; 15.5 tiles a multiprocessor at 64 rows. Arithmetic alone: 8 and 13 µs;
-the gather alone 24 and 20. FP8, 12 heads: 8, 12, 22, 35, 60 and 140 µs at 1, 8, 32, 64, 128 and 320 rows; NVFP4 the
-same within a tenth. 96 heads are six blocks that gather the same rows: 64 rows in 110 µs. Prefill of 4,096 rows and 12
-heads in 1.2 ms.
+Predictions, written before the first run of this form (warpgroups that take tiles by themselves, keys asked for by
+warps of their own). A tile of 64 keys is 1,070 instructions a warp over FP8 for 16 heads, four warps; two tiles are
+computed at a time, so .6 µs a tile and multiprocessor, half of what the gather takes: memory is all that is left, with
+3 µs before the first tile and 3 after the last. FP8, 12 heads: 12, 15, 26, 38, 56 and 135 µs at 1, 8, 32, 64, 128 and
+320 rows; NVFP4 11.5, 14, 22, 30, 44 and 100. 96 heads are three blocks of 32 that decode the same keys: 70, 120 and
+290 µs at 64, 128 and 320 rows. Prefill of 4,096 rows: 1.3 ms for 12 heads, 2.3 for 96.
 
-``python -m benchmarks nvidia_sparse_mla`` needs an H200. FlashMLA is timed where sgl-flash-mla 1.0.0 is installed: it
-takes 64 or 128 heads and the 656-byte record, so 12 heads are padded to 64, and 96 to 128.
+``python -m benchmarks nvidia_sparse_mla`` needs an H200. FlashMLA is timed where sgl-flash-mla 1.0.0 is installed, or
+where ``FLASH_MLA`` names its folder: it takes 64 or 128 heads and the 656-byte record, so 12 heads are padded to 64,
+and 96 to 128; its prefill reads a bf16 cache.
 """
 
 from __future__ import annotations
 
 import glob
 import importlib.util
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +27,26 @@ from torch import Tensor
 
 from benchmarks import sparse_mla as portable
 from benchmarks.indexer import copy_rate, microseconds
-from benchmarks.record import keep
+from benchmarks.nvidia_indexer import cell
+from benchmarks.record import RESULTS, keep
 from benchmarks.sparse_mla import CONTEXT, DECODES, DEVICE, FP8, NVFP4, PAGE, SCALE, TOKENS, TOPK
 from kimi_hal.dispatch.contract import BuildContext, Sizes
 from kimi_hal.ops import OPERATORS, check
 from kimi_hal.ops.sparse_mla import SparseMLASpec
-from kimi_hal.ops.spec import Limits
+from kimi_hal.ops.spec import Limits, Spec
 from kimi_hal.reference import sparse_mla as reference
 
-PREFILLS = (1024, 4096)
+PREFILLS = (1024, 4096, 16384)
 
 
-def built(spec: SparseMLASpec, rows: int) -> Callable[..., Any]:
+def built(operator: str, spec: Spec, rows: int) -> Callable[..., Any]:
     """Return the run function of the CUDA implementation."""
-    from kimi_hal_nvidia.sparse_mla import build_sparse_mla
+    from kimi_hal_nvidia import merge_states, sparse_mla
 
+    module = sparse_mla if operator == "sparse_mla" else merge_states
     limits = Limits(max_rows=rows, max_reqs=rows)
     context = BuildContext(
-        operator="sparse_mla",
+        operator=operator,
         spec=spec,
         limits=limits,
         device=DEVICE,
@@ -49,10 +54,18 @@ def built(spec: SparseMLASpec, rows: int) -> Callable[..., Any]:
         sizes=Sizes(),
         group=None,
         persistent=None,
-        check=check.compiled(OPERATORS["sparse_mla"], spec, limits, device=DEVICE),
+        check=check.compiled(OPERATORS[operator], spec, limits, device=DEVICE),
         settings={},
     )
-    return build_sparse_mla(context)
+    run: Callable[..., Any] = getattr(module, f"build_{operator}")(context)
+    return run
+
+
+def chosen(rows: int) -> Tensor:
+    """Return physical slots: a decode's requests have their own tokens, a prefill's rows share theirs."""
+    if rows not in PREFILLS:
+        return portable.selection(rows)
+    return torch.randint(0, CONTEXT, (rows, TOPK), dtype=torch.int32, device=DEVICE)
 
 
 def attend(name: str, heads: int, rows: int, parts: int = 0) -> dict[str, Any]:
@@ -60,14 +73,14 @@ def attend(name: str, heads: int, rows: int, parts: int = 0) -> dict[str, Any]:
     import kimi_hal_nvidia.sparse_mla as own
 
     spec = SparseMLASpec(num_heads=heads, latent=name, page=PAGE, topk=TOPK)
-    chosen = own.parts_of
+    planned = own.parts_of
     if parts:
         own.parts_of = lambda spec, limits: parts
     try:
-        run = built(spec, rows)
+        run = built("sparse_mla", spec, rows)
     finally:
-        own.parts_of = chosen
-    q, cache, indices = portable.queries(rows, heads), portable.cache_of(name), portable.selection(rows)
+        own.parts_of = planned
+    q, cache, indices = portable.queries(rows, heads), portable.cache_of(name), chosen(rows)
     scale = torch.tensor([SCALE], device=DEVICE) if name == FP8 else None
     out, lse = run(q, cache, indices, scale)
     few = min(2, rows)
@@ -137,12 +150,52 @@ def peer(ask: Callable[[], float]) -> float | None:
         return None
 
 
+def keep_cells(cells: list[dict[str, Any]]) -> None:
+    """Write cells to the summary; they replace those of their operators of an earlier run."""
+    path = RESULTS / "h200" / "summary.json"
+    mine = {one["operator"] for one in cells}
+    kept = json.loads(path.read_text()) if path.is_file() else []
+    lines = ",\n".join(
+        f"  {json.dumps(one, ensure_ascii=False)}"
+        for one in [*(one for one in kept if one["operator"] not in mine), *cells]
+    )
+    path.write_text(f"[\n{lines}\n]\n")
+
+
+def shares(figures: dict[str, Any], rate: float) -> Iterator[dict[str, Any]]:
+    """Return the cells of what was measured."""
+
+    def one(
+        ours: str, what: str, size: int, theirs: str, other: str, goal: float
+    ) -> Iterator[dict[str, Any]]:
+        if ours in figures and figures.get(theirs):
+            rows, mine, its = int(ours.split()[-1]), figures[ours]["us"], figures[theirs]
+            beside = (other, its["us"] if isinstance(its, dict) else its)
+            yield cell("sparse_mla", what, mine, beside, goal, rows * TOPK * size / mine * 1e6 / rate)
+
+    for r in DECODES:
+        fp8, nvfp4, many = (f"decode {k} heads {r}" for k in ("fp8 12", "nvfp4 12", "fp8 96"))
+        goal = 2.5 if r == 1 else 2.2
+        padded = "FlashMLA, padded to"
+        yield from one(fp8, f"12 heads FP8, {r} rows", 576, f"flashmla 64 heads {r}", f"{padded} 64", goal)
+        if r >= 64:
+            what = f"12 heads FP8, {r} rows, share of the gather floor"
+            yield from one(fp8, what, 576, f"floor fp8 {r}", "gather floor", 0.65)
+        yield from one(nvfp4, f"12 heads NVFP4, {r} rows", 352, fp8, "our FP8", 1.0)
+        yield from one(many, f"96 heads FP8, {r} rows", 576, f"flashmla 128 heads {r}", f"{padded} 128", 1.2)
+    for r in PREFILLS:
+        for heads, wide, goal in ((12, 64, 1.8), (96, 128, 1.1)):
+            what = f"prefill {heads} heads FP8, {r} rows × 128K"
+            peer = f"flashmla prefill {wide} heads {r}"
+            yield from one(
+                f"prefill fp8 {heads} heads {r}", what, 576, peer, f"FlashMLA, bf16, padded to {wide}", goal
+            )
+
+
 def main() -> None:
     """Measure and keep the figures."""
-    figures: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(),
-        "copy_bytes_a_second": round(copy_rate()),
-    }
+    rate = copy_rate()
+    figures: dict[str, Any] = {"device": torch.cuda.get_device_name(), "copy_bytes_a_second": round(rate)}
 
     def note(what: str, found: Any) -> None:
         figures[what] = found
@@ -153,8 +206,7 @@ def main() -> None:
         for name, label in ((FP8, "fp8"), (NVFP4, "nvfp4")):
             note(f"decode {label} 12 heads {rows}", attend(name, 12, rows))
             note(f"floor {label} {rows}", portable.floor(name, rows))
-        note(f"decode fp8 96 heads {rows}", attend(FP8, 96, rows))
-        note(f"portable fp8 12 heads {rows}", portable.attend(FP8, 12, rows))
+            note(f"decode {label} 96 heads {rows}", attend(name, 96, rows))
         if flash:
             for heads in (64, 128):
                 note(f"flashmla {heads} heads {rows}", peer(lambda h=heads, r=rows: flash.decode(h, r)))
@@ -164,15 +216,14 @@ def main() -> None:
         note(f"prefill fp8 96 heads {rows}", attend(FP8, 96, rows))
         if flash:
             for heads in (64, 128):
-                note(
-                    f"flashmla prefill {heads} heads {rows}",
-                    peer(lambda h=heads, r=rows: flash.prefill(h, r)),
-                )
+                asked = f"flashmla prefill {heads} heads {rows}"
+                note(asked, peer(lambda h=heads, r=rows: flash.prefill(h, r)))
     if os.environ.get("SWEEP"):
         for rows in DECODES:
             for parts in (1, 2, 4, 8, 16):
                 note(f"sweep fp8 12 heads {rows} parts {parts}", attend(FP8, 12, rows, parts)["us"])
     keep("h200/sparse_mla", figures)
+    keep_cells(list(shares(figures, rate)))
 
 
 if __name__ == "__main__":

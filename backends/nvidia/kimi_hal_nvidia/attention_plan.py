@@ -5,19 +5,26 @@ from __future__ import annotations
 from kimi_hal.ops.sparse_mla import SparseMLASpec
 from kimi_hal.ops.spec import Limits
 
-#: Heads of a block and keys of a tile, as in ``sparse_mla.cu``.
-HEADS, KEYS = 16, 64
-#: Multiprocessors, each of which has room for two blocks.
+#: Keys of a tile, as in ``sparse_mla.cu``.
+KEYS = 64
+#: Multiprocessors, each of which has room for one block.
 PROCESSORS = 132
-#: Microseconds that a tile takes of a block that has a multiprocessor for itself, and of one that shares it.
-ALONE, SHARED = 2.4, 3.9
-#: Microseconds of everything else, by parts of a row: measured on an H200, as all of these.
-BESIDE = {1: 8.0, 2: 11.0, 4: 22.0, 8: 24.0, 16: 24.0}
+#: Clusters that an H200 runs at once, by their blocks, which are the parts of a row: its multiprocessors stand in
+#: groups of 16 and 18, and one of fewer.
+CLUSTERS = {1: 132, 2: 66, 3: 43, 4: 31, 6: 20, 8: 15, 12: 7, 16: 7}
+#: Microseconds of a tile of 16 and of 32 heads, and of everything else of a row that is not cut and of one that is:
+#: measured on an H200.
+TILE, WHOLE, CUT = {16: 1.3, 32: 1.9}, 2.0, 12.0
+
+
+def heads_of(spec: SparseMLASpec) -> int:
+    """Return the heads of a block: 16 or 32."""
+    return 16 if spec.num_heads <= 16 else 32
 
 
 def head_blocks(spec: SparseMLASpec) -> int:
     """Return the blocks of a row's heads."""
-    return -(-spec.num_heads // HEADS)
+    return -(-spec.num_heads // heads_of(spec))
 
 
 def tiles(spec: SparseMLASpec) -> int:
@@ -26,17 +33,16 @@ def tiles(spec: SparseMLASpec) -> int:
 
 
 def parts_of(spec: SparseMLASpec, limits: Limits) -> int:
-    """Return into how many parts a row's tiles are cut, a power of two: what takes the least time."""
-    every, programs = tiles(spec), limits.max_rows * head_blocks(spec)
+    """Return into how many parts a row's tiles are cut: what takes the least time."""
+    every, items, tile = tiles(spec), limits.max_rows * head_blocks(spec), TILE[heads_of(spec)]
 
     def cost(parts: int) -> float:
-        each = -(-every // parts)
-        pairs, single = divmod(-(-programs * parts // PROCESSORS), 2)
-        return pairs * (each * SHARED + BESIDE[parts]) + single * (each * ALONE + BESIDE[parts])
+        rounds = -(-items // CLUSTERS[parts])
+        return rounds * (-(-every // parts) * tile + (WHOLE if parts == 1 else CUT))
 
-    return min((parts for parts in BESIDE if parts <= every), key=cost, default=1)
+    return min((parts for parts in CLUSTERS if parts <= every), key=cost, default=1)
 
 
 def configurations(spec: SparseMLASpec, limits: Limits, arch: str) -> tuple[dict[str, int], ...]:
     """Return the ways of cutting that ``kimi-hal bench --tune`` tries beside the choice of ``parts_of``."""
-    return tuple({"parts": parts} for parts in BESIDE if parts <= tiles(spec))
+    return tuple({"parts": parts} for parts in CLUSTERS if parts <= tiles(spec))

@@ -46,7 +46,7 @@ STEMS = {
         "block.cuh",
         "shards.cuh",
     ),
-    "sparse_mla": ("block.cuh",),
+    "sparse_mla": ("copies.cuh", "latents.cuh", "tall.cuh", "block.cuh"),
 }
 
 

@@ -10,15 +10,18 @@ import torch
 from kimi_hal.dispatch.contract import BuildContext
 from kimi_hal.ops.sparse_mla import SparseMLASpec
 from kimi_hal_nvidia import driver
-from kimi_hal_nvidia.attention_plan import head_blocks, parts_of, tiles
+from kimi_hal_nvidia.attention_plan import PROCESSORS, head_blocks, heads_of, parts_of, tiles
 from kimi_hal_nvidia.parameters import Parameters
 from kimi_hal_nvidia.streams import device_index, on_device, raw_stream
 
 #: ``struct Attention`` of ``sparse_mla.cu``: addresses, then numbers.
-ADDRESSES, NUMBERS = 10, "10q14if4x"
-#: Kernel by latent format, and bytes of shared memory of a block.
-KERNELS = {"latent.fp8.e4m3fn.tensor": ("fp8", 104048), "latent.nvfp4.352": ("nvfp4", 71280)}
-THREADS = 256
+ADDRESSES, NUMBERS = 10, "10q15if"
+#: Kernels of a latent format by heads of a block: name, and bytes of shared memory of a block.
+KERNELS = {
+    "latent.fp8.e4m3fn.tensor": {16: ("fp8_16", 223232), 32: ("fp8_32", 211968)},
+    "latent.nvfp4.352": {16: ("nvfp4_16", 208896), 32: ("nvfp4_32", 214016)},
+}
+THREADS = 384
 SPACES = {"slot": 0, "position": 1, "local": 2}
 
 
@@ -38,7 +41,7 @@ class Attention:
     def __init__(self, ctx: BuildContext) -> None:
         spec: SparseMLASpec = ctx.spec
         index = device_index(ctx.device)
-        name, shared = KERNELS[spec.latent]
+        name, shared = KERNELS[spec.latent][heads_of(spec)]
         self.parts = ctx.configuration.get("parts") or parts_of(spec, ctx.limits)
         self.blocks = head_blocks(spec)
         self.parameters = Parameters(ADDRESSES, NUMBERS)
@@ -46,6 +49,8 @@ class Attention:
         self.launch = driver.launcher(kernel, self.parameters.address, cluster=True)
         self.stream = raw_stream(index)
         each = -(-tiles(spec) // self.parts)
+        #: Where rows are not cut, blocks take rows and heads in turn; a cluster has one.
+        self.most = PROCESSORS if self.parts == 1 else 1 << 30
         self.fixed = (
             *(spec.num_heads, self.parts, each, spec.page, SPACES[spec.index_space]),
             *(spec.dcp.world, spec.dcp.rank, spec.dcp.interleave),
@@ -76,9 +81,11 @@ class Attention:
                 *(*out.stride()[:2], lse_out.stride(0)),
                 *(indices.shape[1], cache.shape[0]),
                 *((0, 0) if block_table is None else block_table.shape),
+                q.shape[0],
                 *self.fixed,
             )
-            self.launch(q.shape[0] * self.blocks * self.parts, 1, self.stream(), self.parts)
+            items = min(q.shape[0] * self.blocks, self.most)
+            self.launch(items * self.parts, 1, self.stream(), self.parts)
 
 
 def build_sparse_mla(ctx: BuildContext) -> Callable[..., Any]:

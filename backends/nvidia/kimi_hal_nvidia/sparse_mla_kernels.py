@@ -4,24 +4,38 @@ from __future__ import annotations
 
 from kimi_hal.dispatch.contract import Instruction, Kernel, Target
 from kimi_hal_nvidia.compiling import described
-from kimi_hal_nvidia.indexer_kernels import BULK_COPY, CLUSTER, NO_FP8_PRODUCTS
+from kimi_hal_nvidia.indexer_kernels import BULK_COPY, CLUSTER, CONVERTED
 from kimi_hal_nvidia.sparse_mla import KERNELS
 
-PRODUCTS = Instruction(r"HMMA\.16816\.F32", "float16 is multiplied by the matrix unit and added in float32")
-CONVERTED = Instruction(r"F2FP\.F16\.E4M3", "FP8 numbers and scales are converted by instruction")
 SCALED = Instruction(r"HMUL2", "a latent is multiplied by its scale, two at a time")
+NO_FP8_PRODUCTS = Instruction(
+    r"QGMMA|QMMA|UTCQMMA", "FP8 products are added with fewer bits than the contract asks for"
+)
+#: Bytes a thread that registers do not suffice for, at most.
+SPILLED = 96
+
+
+def products(target: Target) -> Instruction:
+    """Return float16 products added in float32: of a warpgroup on Hopper, of a warp elsewhere."""
+    pattern = r"HGMMA\.64x\d+x16\.F32" if target.arch == "sm_90" else r"HMMA\.16816\.F32"
+    return Instruction(pattern, "float16 is multiplied by the matrix unit and added in float32")
 
 
 def sparse_mla(target: Target) -> tuple[Kernel, ...]:
-    """Return the kernel of each latent format. Nothing of it may spill."""
+    """Return the kernels of each latent format, for 16 and 32 heads a block."""
     return tuple(
         described(
             "sparse_mla",
             name,
             target,
-            expected=[PRODUCTS, CONVERTED, BULK_COPY, CLUSTER, *([SCALED] if name == "nvfp4" else [])],
+            expected=[
+                *(products(target), CONVERTED, BULK_COPY, CLUSTER),
+                *([SCALED] if name.startswith("nvfp4") else []),
+            ],
             forbidden=[NO_FP8_PRODUCTS],
+            spilled=SPILLED,
             shared=shared,
         )
-        for name, shared in KERNELS.values()
+        for kernels in KERNELS.values()
+        for name, shared in kernels.values()
     )

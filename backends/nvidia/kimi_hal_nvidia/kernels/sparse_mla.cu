@@ -1,15 +1,16 @@
 // sparse_mla: attention from one row's heads to the latents that its indices name.
 //
-// A row and block of 16 heads belongs to a cluster of blocks, each with a part of the row's keys. Latents come as they
-// are into shared memory by one copy a row, 64 keys at a time, and are decoded to float16 in registers, where every code
-// times its scale is exact. In both products a thread takes the neighbouring bytes of a key: in S = K Qt they lie along
-// the contraction, whose order is free, in O = P V they are columns. So nothing is transposed. Eight warps share a tile:
-// for S they are four groups of 16 keys by two halves of the contraction, for O each has 64 latents. The blocks of a
-// cluster add their parts through each other's shared memory.
+// A row and block of 16 or 32 heads belongs to a cluster of blocks, each with a part of the row's keys. Latents come as
+// they are into a ring in shared memory by one copy a row, asked for by warps that do nothing else. A warpgroup takes a
+// tile of 64 keys by itself: keys are the tall operand of S = K Qt and latents that of O^T = V^T Pt, both decoded from
+// the same bytes straight to float16 in registers, where every code times its scale is exact. Softmax subtracts a
+// reference that only follows the maximum where that has grown by 2^SLACK, so that mostly one meeting a tile is enough.
+// Warpgroups and blocks of a cluster add their parts through shared memory.
 #include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
-#include "block.cuh"
+#include "copies.cuh"
+#include "latents.cuh"
+#include "tall.cuh"
 
 struct Attention {
   const void* q;
@@ -23,62 +24,44 @@ struct Attention {
   __nv_bfloat16* out;
   float* lse;
   long long q_row, q_head, page_stride, index_row, len_stride, table_row, req_stride, out_row, out_head, lse_row;
-  int width, pages, requests, columns, heads, parts, each, page, space, world, rank, interleave, q_fp8, returns_lse;
+  int width, pages, requests, columns, rows, heads, parts, each, page, space, world, rank, interleave, q_fp8, returns_lse;
   float softmax_scale;
 };
 
 enum Space { SLOT, POSITION, LOCAL };
 
-constexpr int HEADS = 16;       // of a block
-constexpr int KEYS = 64;        // of a tile
-constexpr int WARPS = 8, THREADS = 32 * WARPS;
-constexpr int GROUPS = KEYS / 16;
-constexpr int LATENT = 512, SHARED = 64, WIDTH = LATENT + SHARED;
-constexpr int STEPS = WIDTH / 64;   // of S: 64 numbers of the contraction each, the last of the shared part
-constexpr int AHEAD = 2;            // tiles of keys in shared memory
+constexpr int KEYS = 64;  // of a tile
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
-constexpr float LIFT = 16384.0f;    // of probabilities, so that small ones keep their bits in float16
-constexpr int MOST_PARTS = 16;
+// Probabilities are e^LIFT, 2^11, times what they are beside the reference, and at most e^(LIFT + SLACK), 2^15: float16
+// holds them.
+constexpr float LIFT = 11 * LN2, SLACK = 4 * LN2;
 
-// Latents of a tensor's scale: 576 bytes, one a number. In shared memory rows are 6 chunks of 16 bytes modulo 8 apart,
-// so that the rows and chunks that a warp reads together lie in different banks.
-struct Fp8 {
-  static constexpr int BYTES = 576, STRIDE = 608;
-  static constexpr int RAISED = 0;  // exponent by which decoded latents are smaller than they are
+// How a kernel is laid out: heads of a block, warpgroups that compute, tiles in shared memory.
+template <typename Format_, int HEADS_, int GROUPS_, int DEPTH_>
+struct Shape {
+  using Format = Format_;
+  static constexpr int HEADS = HEADS_, GROUPS = GROUPS_, FETCHERS = 4, DEPTH = DEPTH_;
+  static constexpr int WORKERS = 128 * GROUPS, THREADS = WORKERS + 32 * FETCHERS;
+  // Registers of a thread that computes and of one that fetches.
+  static constexpr int MANY = GROUPS == 2 ? 232 : 152, FEW = 40;
+  static constexpr int STEPS = HEADS == 16 ? 4 : 2;  // of products that are begun together
+  static constexpr int PAIRS = HEADS / 4;  // heads of a thread: 8 j + 2 t + (0, 1)
 };
 
-// 256 bytes of e2m1, 64 of e4m3, and a scale for each 16 latents.
-struct Nvfp4 {
-  static constexpr int BYTES = 352, STRIDE = 352;
-  static constexpr int RAISED = 7;
-};
-
-template <typename Format>
+template <typename S>
 struct Room {
-  unsigned char keys[AHEAD][KEYS * Format::STRIDE];
-  uint4 q[STEPS * 4 * 32];              // operands of S, in the order in which a warp takes them
-  __half p[GROUPS][HEADS][4][4];        // operands of O
-  float4 halves[2][GROUPS][32];         // what one half of the contraction gives to the other
-  float most[GROUPS][HEADS];
-  float keep[HEADS], factor[HEADS], top[HEADS], total[HEADS], share[HEADS];
-  float weight[MOST_PARTS][HEADS];
-  u64 arrivals[AHEAD];
-  unsigned char live[4][WARPS];         // which keys of a tile there are, a bit each
+  __align__(1024) unsigned char q[BLOCKS][S::HEADS * 128];
+  unsigned char p[S::GROUPS][2][S::HEADS * 128];
+  __align__(128) unsigned char keys[S::DEPTH][KEYS * S::Format::STRIDE];
+  float factor[S::HEADS];
+  float most[S::GROUPS][4][S::HEADS];
+  float4 total[S::GROUPS][S::HEADS];  // of four warps
+  float top[S::GROUPS][S::HEADS], share[S::GROUPS][S::HEADS];
+  u64 full[S::DEPTH], empty[S::DEPTH];
+  u32 exceeded[S::GROUPS][2];
+  unsigned short live[S::DEPTH][4];  // which keys of a tile there are, a bit each
 };
-// Afterwards the tiles' place holds this part's output, which the cluster's other blocks read.
-constexpr int OUT_STRIDE = LATENT + 4;
-
-__device__ __forceinline__ u32 halves_of(u32 codes) {
-  u32 pair;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<unsigned short>(codes)));
-  return pair;
-}
-
-__device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
+// Of a cut row the tiles' place afterwards takes what the cluster's blocks give to this one.
 
 // Logits stay in base e: a large one would not be a float32 in base 2.
 __device__ __forceinline__ float exponential(float x) {
@@ -88,6 +71,12 @@ __device__ __forceinline__ float exponential(float x) {
 }
 
 __device__ __forceinline__ bool finite(float x) { return fabsf(x) < INFINITY; }
+
+// Those who compute meet, without those who fetch.
+template <typename S>
+__device__ __forceinline__ void workers_meet() {
+  asm volatile("bar.sync 15, %0;" ::"n"(S::WORKERS) : "memory");
+}
 
 // Where an index's latent stands in the cache; null where it names none.
 template <typename Format>
@@ -107,488 +96,543 @@ __device__ __forceinline__ const unsigned char* located(const Attention& a, cons
   return a.cache + page * a.page_stride + static_cast<long long>(inside) * Format::BYTES;
 }
 
-// Ask for one key's row; a row that names no key becomes zeros. Eight lanes of each warp call it.
-template <typename Format>
-__device__ __forceinline__ void fetch(Room<Format>& room, int tile, const unsigned char* row) {
-  u32 key = 8 * warp() + lane(), arrivals = shared_address(&room.arrivals[tile % AHEAD]);
-  unsigned char* to = room.keys[tile % AHEAD] + key * Format::STRIDE;
-  u32 live = __ballot_sync(0xff, row != nullptr);
-  if (lane() == 0) room.live[tile % 4][warp()] = live;
-  // What this thread, or the queries, wrote here before is overwritten by the copy.
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  if (row) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(arrivals), "r"(Format::BYTES) : "memory");
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
-        "l"(row), "r"(Format::BYTES), "r"(arrivals)
-        : "memory");
-  } else {
+// A block's part of the keys of an item: a row and a block of heads. Blocks take items in turn.
+template <typename S>
+struct Item {
+  const int *indices, *table;
+  long long row;
+  int first_head, begin, end, tiles;
+
+  __device__ __forceinline__ Item(const Attention& a, int item, int part) {
+    int blocks = (a.heads + S::HEADS - 1) / S::HEADS;
+    row = item / blocks, first_head = item % blocks * S::HEADS;
+    end = a.width;
+    if (a.index_len) end = min(end, __ldg(a.index_len + row * a.len_stride));
+    table = a.table;
+    if (a.space != SLOT) {
+      int request = end > 0 ? __ldg(a.row_req + row * a.req_stride) : -1;
+      bool known = request >= 0 && request < a.requests;
+      end = known ? end : 0;
+      table = a.table + (known ? request * a.table_row : 0);
+    }
+    indices = a.indices + row * a.index_row;
+    begin = part * a.each * KEYS;  // whole tiles, as many for any row of a plan
+    end = min(end, begin + a.each * KEYS);
+    tiles = end > begin ? (end - begin + KEYS - 1) / KEYS : 0;
+  }
+};
+
+// Where the next tile that is asked for stands: goes through the tiles of all of a block's items.
+template <typename S>
+struct Cursor {
+  int item, step, items, part, tile;
+  Item<S> at;
+
+  __device__ __forceinline__ Cursor(const Attention& a, int first, int step, int items, int part)
+      : item(first), step(step), items(items), part(part), tile(0), at(a, first, part) {
+    if (a.each > 2) announce(a, first);
+    announce(a, first + step);
+    settle(a);
+  }
+  // Bring an item's indices and queries nearer, some time before they are read.
+  __device__ __forceinline__ void announce(const Attention& a, int item) const {
+    if (item >= items) return;
+    int blocks = (a.heads + S::HEADS - 1) / S::HEADS, me = threadIdx.x - S::WORKERS, head = item % blocks * S::HEADS;
+    long long row = item / blocks;
+    int begin = part * a.each * KEYS, end = min(a.width, begin + a.each * KEYS);
+    for (int i = begin + 32 * me; i < end; i += 32 * 32 * S::FETCHERS)
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(a.indices + row * a.index_row + i));
+    int size = a.q_fp8 ? 1 : 2, lines = WIDTH * size / 128 + 1, heads = min(S::HEADS, a.heads - head);
+    const char* q = static_cast<const char*>(a.q) + (row * a.q_row + head * a.q_head) * size;
+    for (int i = me; i < heads * lines; i += 32 * S::FETCHERS)
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(
+          q + (i / lines * a.q_head + min(i % lines * (128 / size), WIDTH - 1)) * size));
+  }
+  __device__ __forceinline__ bool there() const { return item < items; }
+  // Skip items without tiles.
+  __device__ __forceinline__ void settle(const Attention& a) {
+    while (tile >= at.tiles) {
+      item += step, tile = 0;
+      if (item >= items) return;
+      at = Item<S>(a, item, part);
+      announce(a, item + step);
+    }
+  }
+  __device__ __forceinline__ int index(int key) const {
+    int i = at.begin + tile * KEYS + key;
+    return there() && i < at.end ? __ldg(at.indices + i) : -1;
+  }
+  __device__ __forceinline__ void advance(const Attention& a) {
+    if (there()) ++tile, settle(a);
+  }
+};
+
+// Ask for the rows of every tile, as places in the ring come free; a row that names no key becomes zeros. A warp has 16
+// rows of each tile, a lane one. Indices are read two tiles ahead, places in the cache looked up one ahead.
+template <typename S>
+__device__ __forceinline__ void fetch_all(Room<S>& room, const Attention& a, Cursor<S> cursor) {
+  using Format = typename S::Format;
+  static_assert(S::FETCHERS * 16 == KEYS, "sixteen rows a warp");
+  int key = (warp() - S::WORKERS / 32) * 16 + lane();
+  bool works = lane() < 16, known = cursor.there(), more, zeroed = false;
+  const unsigned char* here = works ? located<Format>(a, cursor.at.table, cursor.index(key)) : nullptr;
+  cursor.advance(a);
+  const int* table = cursor.at.table;
+  more = cursor.there();
+  int next = works ? cursor.index(key) : -1, slot = 0;
+  u32 parity = 1;
 #pragma unroll 1
-    for (int i = 0; i < Format::BYTES; i += 16) *reinterpret_cast<uint4*>(to + i) = make_uint4(0, 0, 0, 0);
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(arrivals) : "memory");
+  while (known) {
+    // The index after the next comes while this tile's rows are asked for.
+    cursor.advance(a);
+    const int* later_table = cursor.at.table;
+    bool later = cursor.there();
+    int after = works ? cursor.index(key) : -1;
+    barrier_wait(&room.empty[slot], parity);
+    u32 live = __ballot_sync(EVERY, here != nullptr);
+    unsigned char* to = room.keys[slot] + key * Format::STRIDE;
+    if (zeroed) publish();  // zeros of an earlier tile are overwritten by copies
+    if (live != 0xffff) {
+      zeroed = true;
+      if (works && !here) {
+#pragma unroll 1
+        for (int at = 0; at < Format::BYTES; at += 16) *reinterpret_cast<uint4*>(to + at) = make_uint4(0, 0, 0, 0);
+      }
+      __syncwarp();
+    }
+    if (lane() == 0) {
+      room.live[slot][key / 16] = static_cast<unsigned short>(live);
+      barrier_expect(&room.full[slot], __popc(live) * Format::BYTES);
+    }
+    __syncwarp();
+    if (here) copy_bulk(to, here, Format::BYTES, &room.full[slot]);
+    here = works ? located<Format>(a, table, next) : nullptr;
+    known = more, more = later, table = later_table, next = after;
+    if (++slot == S::DEPTH) slot = 0, parity ^= 1;
   }
 }
 
-template <typename Format>
-__device__ __forceinline__ void arrived(Room<Format>& room, int tile) {
-  u32 arrivals = shared_address(&room.arrivals[tile % AHEAD]), parity = tile / AHEAD & 1, done;
-  do {
-    asm volatile(
-        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-        : "=r"(done)
-        : "r"(arrivals), "r"(parity)
-        : "memory");
-  } while (!done);
-}
-
-// Which element of the query stands at `position` of the order in which keys are multiplied.
-template <typename Format>
-__device__ __forceinline__ int element_at(int position);
-template <>
-__device__ __forceinline__ int element_at<Fp8>(int position) {
-  return position;
-}
-// A word's eight numbers are decoded as pairs (i, i + 4).
-template <>
-__device__ __forceinline__ int element_at<Nvfp4>(int position) {
-  if (position >= LATENT) return position;
-  int i = position & 7;
-  return (position & ~7) + (i >> 1) + 4 * (i & 1);
-}
-
-// Where the 16 numbers begin that lane t of four multiplies in a step.
-template <typename Format>
-__device__ __forceinline__ int first_position(int step, int t);
-template <>
-__device__ __forceinline__ int first_position<Fp8>(int step, int t) {
-  return 64 * step + 16 * t;
-}
-// A chunk has 32 numbers: steps 2 g and 2 g + 1 take its halves; the last step is of bytes.
-template <>
-__device__ __forceinline__ int first_position<Nvfp4>(int step, int t) {
-  return step == STEPS - 1 ? LATENT + 16 * t : 128 * (step >> 1) + 32 * t + 16 * (step & 1);
+// A warp's numbers of a query: lane and every 32nd from there.
+__device__ __forceinline__ void read_query(float (&x)[WIDTH / 32], const Attention& a, long long at) {
+  if (a.q_fp8) {
+    const unsigned char* from = static_cast<const unsigned char*>(a.q) + at;
+    u32 codes[WIDTH / 32];
+#pragma unroll
+    for (int n = 0; n < WIDTH / 32; ++n) codes[n] = __ldg(from + 32 * n);
+#pragma unroll
+    for (int n = 0; n < WIDTH / 32; ++n)
+      x[n] = __half2float(__ushort_as_half(static_cast<unsigned short>(halves_of(codes[n]))));
+  } else {
+    const unsigned short* from = static_cast<const unsigned short*>(a.q) + at;
+    u32 codes[WIDTH / 32];
+#pragma unroll
+    for (int n = 0; n < WIDTH / 32; ++n) codes[n] = __ldg(from + 32 * n);
+#pragma unroll
+    for (int n = 0; n < WIDTH / 32; ++n) x[n] = __uint_as_float(codes[n] << 16);
+  }
 }
 
 // Put the block's queries into shared memory as float16, each head raised by a power of two to where float16 is fine.
-// On the way they are parked in the second tile's place, in the row's order.
-template <typename Format>
-__device__ __forceinline__ void take_queries(Room<Format>& room, const Attention& a, long long row, int first_head) {
-  constexpr int MINE = HEADS / WARPS, EACH = WIDTH / 32;
+// A warp takes one head after the other, which is little code: at a kernel's start code comes from afar.
+template <typename S>
+__device__ __forceinline__ void take_queries(Room<S>& room, const Attention& a, long long row, int first_head) {
+  using Format = typename S::Format;
   float unit = a.softmax_scale * (a.k_scale ? __ldg(a.k_scale) : 1.0f) * (a.q_scale ? __ldg(a.q_scale) : 1.0f);
-  // Each head is read by a whole warp. All numbers are on their way before one is used.
-  float x[MINE][EACH];
+  int heads = min(S::HEADS, a.heads - first_head);
+  long long begin = row * a.q_row + first_head * a.q_head;
+#pragma unroll 1
+  for (int h = warp(); h < S::HEADS; h += S::WORKERS / 32) {
+    float x[WIDTH / 32], most = 0.0f;
+    read_query(x, a, begin + min(h, heads - 1) * a.q_head + lane());
 #pragma unroll
-  for (int i = 0; i < MINE; ++i) {
-    int head = min(first_head + static_cast<int>(warp()) + WARPS * i, a.heads - 1);
-    long long at = row * a.q_row + head * a.q_head + lane();
-    if (a.q_fp8) {
-      const unsigned char* from = static_cast<const unsigned char*>(a.q) + at;
-      u32 codes[EACH];
-#pragma unroll
-      for (int n = 0; n < EACH; ++n) codes[n] = __ldg(from + 32 * n);
-#pragma unroll
-      for (int n = 0; n < EACH; ++n)
-        x[i][n] = __half2float(__ushort_as_half(static_cast<unsigned short>(halves_of(codes[n]))));
-    } else {
-      const unsigned short* from = static_cast<const unsigned short*>(a.q) + at;
-      u32 codes[EACH];
-#pragma unroll
-      for (int n = 0; n < EACH; ++n) codes[n] = __ldg(from + 32 * n);
-#pragma unroll
-      for (int n = 0; n < EACH; ++n) x[i][n] = __uint_as_float(codes[n] << 16);
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < MINE; ++i) {
-    int h = warp() + WARPS * i;
-    bool inside = first_head + h < a.heads;
-    float most = 0.0f;
-#pragma unroll
-    for (int n = 0; n < EACH; ++n) {
-      x[i][n] = inside ? x[i][n] : 0.0f;
-      if (finite(x[i][n])) most = fmaxf(most, fabsf(x[i][n]) * (32 * n < LATENT ? 1.0f : exp2f(-Format::RAISED)));
+    for (int n = 0; n < WIDTH / 32; ++n) {
+      x[n] = h < heads ? x[n] : 0.0f;
+      if (finite(x[n])) most = fmaxf(most, fabsf(x[n]) * (32 * n < LATENT ? 1.0f : exp2f(-Format::RAISED)));
     }
 #pragma unroll
     for (int step = 16; step; step /= 2) most = fmaxf(most, __shfl_xor_sync(EVERY, most, step));
     int exponent = most > 0.0f ? min(119, 13 - Format::RAISED - ilogbf(most)) : 0;
     float raised = exp2f(exponent);
     if (lane() == 0) room.factor[h] = exp2f(-exponent) * unit;
-    __half* parked = reinterpret_cast<__half*>(room.keys[1]) + h * WIDTH;
 #pragma unroll
-    for (int n = 0; n < EACH; ++n)
-      parked[32 * n + lane()] = __float2half_rn(x[i][n] * (32 * n < LATENT ? raised * exp2f(Format::RAISED) : raised));
-  }
-  __syncthreads();
-  const __half* parked = reinterpret_cast<const __half*>(room.keys[1]);
-  for (int at = threadIdx.x; at < STEPS * 4 * 32; at += THREADS) {
-    int to = at & 31, half = at >> 5 & 1, block = at >> 6 & 1, step = at >> 7;
-    int position = first_position<Format>(step, to & 3) + 8 * half;
-    const __half* mine = parked + (8 * block + (to >> 2)) * WIDTH;
-    __align__(16) __half eight[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) eight[i] = mine[element_at<Format>(position + i)];
-    room.q[at] = *reinterpret_cast<uint4*>(eight);
-  }
-}
-
-// Two latents of e2m1 in the top nibbles of a word's halves, 2^14 smaller than they are.
-__device__ __forceinline__ u32 e2m1(u32 x) { return (x & 0x80008000u) | ((x >> 3) & 0x0e000e00u); }
-
-__device__ __forceinline__ u32 times(u32 pair, u32 scale) {
-  __half2 x = *reinterpret_cast<__half2*>(&pair), s = *reinterpret_cast<__half2*>(&scale);
-  __half2 y = __hmul2(x, s);
-  return *reinterpret_cast<u32*>(&y);
-}
-
-// Scales of two latents, e4m3 in the low bytes of a word, times 2^7: with the 2^14 above, 2^7 are missing.
-__device__ __forceinline__ u32 scales_of(u32 codes) { return times(halves_of(codes), 0x58005800u); }
-
-// The scale code of 16 latents of a key.
-__device__ __forceinline__ u32 scale_code(const unsigned char* tile, int key, int group) {
-  return tile[key * Nvfp4::STRIDE + 320 + 8 * (group & 3) + (group >> 2)];
-}
-
-__device__ __forceinline__ void decode_bytes(u32 (&to)[8], uint4 w) {
-  u32 words[4] = {w.x, w.y, w.z, w.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) to[2 * i] = halves_of(words[i]), to[2 * i + 1] = halves_of(words[i] >> 16);
-}
-
-__device__ __forceinline__ void decode_nibbles(u32 (&to)[8], uint2 w, u32 scale) {
-  u32 words[2] = {w.x, w.y};
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-#pragma unroll
-    for (int n = 0; n < 4; ++n) to[4 * i + n] = times(e2m1(words[i] << (12 - 4 * n)), scale);
-  }
-}
-
-// The 16 numbers of a step of a key, in the order of the queries.
-template <typename Format>
-__device__ __forceinline__ void decoded(u32 (&to)[8], const unsigned char* tile, int key, int step, int t);
-template <>
-__device__ __forceinline__ void decoded<Fp8>(u32 (&to)[8], const unsigned char* tile, int key, int step, int t) {
-  decode_bytes(to, *reinterpret_cast<const uint4*>(tile + key * Fp8::STRIDE + 64 * step + 16 * t));
-}
-template <>
-__device__ __forceinline__ void decoded<Nvfp4>(u32 (&to)[8], const unsigned char* tile, int key, int step, int t) {
-  const unsigned char* row = tile + key * Nvfp4::STRIDE;
-  if (step == STEPS - 1) {
-    decode_bytes(to, *reinterpret_cast<const uint4*>(row + LATENT / 2 + 16 * t));
-  } else {
-    int chunk = 4 * (step >> 1) + t, half = step & 1;
-    u32 scale = scales_of(scale_code(tile, key, 2 * chunk + half) * 0x0101u);
-    decode_nibbles(to, *reinterpret_cast<const uint2*>(row + 16 * chunk + 8 * half), scale);
-  }
-}
-
-// Which of 16 keys a lane's first row is: neighbours in a phase are two apart.
-__device__ __forceinline__ int key_of(int g) { return (g & 4) | (g & 1) << 1 | (g >> 1 & 1); }
-
-// S of 16 keys over this warp's half of the contraction: s[b] holds keys (k, k + 8) and heads 8 b + (2 t, 2 t + 1).
-template <typename Format>
-__device__ __forceinline__ void scores(float (&s)[2][4], const unsigned char* tile, const uint4* q, int key, int half) {
-  int t = lane() & 3;
-  float other[2][4] = {};  // a second chain of sums
-#pragma unroll
-  for (int i = 0; i < 5; ++i) {
-    int step = i < 4 ? 4 * half + i : STEPS - 1;
-    if (i == 4 && half) break;
-    u32 low[8], high[8];
-    decoded<Format>(low, tile, key, step, t);
-    decoded<Format>(high, tile, key + 8, step, t);
-#pragma unroll
-    for (int block = 0; block < 2; ++block) {
-      uint4 x = q[(4 * step + 2 * block) * 32 + lane()], y = q[(4 * step + 2 * block + 1) * 32 + lane()];
-      multiply(s[block], low[0], high[0], low[1], high[1], x.x, x.y);
-      multiply(other[block], low[2], high[2], low[3], high[3], x.z, x.w);
-      multiply(s[block], low[4], high[4], low[5], high[5], y.x, y.y);
-      multiply(other[block], low[6], high[6], low[7], high[7], y.z, y.w);
-    }
-  }
-#pragma unroll
-  for (int b = 0; b < 2; ++b) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) s[b][i] += other[b][i];
-  }
-}
-
-// O += P V of 16 keys and this warp's 64 latents: o[i] holds heads (g, g + 8) and latents 16 t + (i, 8 + i).
-template <typename Format>
-__device__ __forceinline__ void add_values(float (&o)[8][4], const unsigned char* tile, int base, uint2 low, uint2 high);
-
-template <>
-__device__ __forceinline__ void add_values<Fp8>(
-    float (&o)[8][4], const unsigned char* tile, int base, uint2 low, uint2 high) {
-  int t = lane() & 3, at = 64 * warp() + 8 * (lane() >> 2);
-  u32 w[4][2];
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    uint2 v = *reinterpret_cast<const uint2*>(tile + (base + 4 * j + t) * Fp8::STRIDE + at);
-    w[j][0] = v.x, w[j][1] = v.y;
-  }
-#pragma unroll
-  for (int word = 0; word < 2; ++word) {
-#pragma unroll
-    for (int pair = 0; pair < 2; ++pair) {
-      u32 choice = pair ? 0x7362 : 0x5140;
-      u32 first = __byte_perm(w[0][word], w[1][word], choice), second = __byte_perm(w[2][word], w[3][word], choice);
-      int i = 4 * word + 2 * pair;
-      multiply(o[i], low.x, high.x, low.y, high.y, halves_of(first), halves_of(second));
-      multiply(o[i + 1], low.x, high.x, low.y, high.y, halves_of(first >> 16), halves_of(second >> 16));
+    for (int n = 0; n < WIDTH / 32; ++n) {
+      int at = Format::position(32 * n + lane());
+      *reinterpret_cast<__half*>(room.q[at >> 6] + place(h, at & 63)) = __float2half_rn(x[n] * (32 * n < LATENT ? raised * exp2f(Format::RAISED) : raised));
     }
   }
 }
 
-template <>
-__device__ __forceinline__ void add_values<Nvfp4>(
-    float (&o)[8][4], const unsigned char* tile, int base, uint2 low, uint2 high) {
-  int t = lane() & 3, at = 8 * warp() + (lane() >> 2);
-  u32 w[4], codes[4];
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    int key = base + 4 * j + t;
-    w[j] = *reinterpret_cast<const u32*>(tile + key * Nvfp4::STRIDE + 4 * at);
-    codes[j] = scale_code(tile, key, at >> 1);
-  }
-  u32 first_scale = scales_of(codes[0] | codes[1] << 8), second_scale = scales_of(codes[2] | codes[3] << 8);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    u32 choice = half ? 0x7632 : 0x5410;
-    u32 first = __byte_perm(w[0], w[1], choice), second = __byte_perm(w[2], w[3], choice);
-#pragma unroll
-    for (int n = 0; n < 4; ++n)
-      multiply(o[4 * half + n], low.x, high.x, low.y, high.y, times(e2m1(first << (12 - 4 * n)), first_scale),
-               times(e2m1(second << (12 - 4 * n)), second_scale));
-  }
-}
-
-// This block's part: maxima of its keys' logits, sums of their exponentials, and outputs.
+// What a warpgroup has of its tiles: outputs, and by head a reference and the sum of this thread's keys. `o[i]` holds
+// latents 16 (8 w + g) + 2 i + (0, 1) by heads 8 j + 2 t + (0, 1), w the warp.
+template <typename S>
 struct Part {
-  float o[8][4];
-  float top[2], total[2];  // of two heads; `total` of this thread's keys alone
+  float o[8][S::HEADS / 8][4];
+  float base[S::PAIRS], total[S::PAIRS];  // base: LIFT less than the reference; -inf: none yet, +inf: a logit was
 };
 
-template <typename Format>
-__device__ __forceinline__ void add_tile(Part& part, Room<Format>& room, int tile) {
-  const unsigned char* keys = room.keys[tile % AHEAD];
-  int g = lane() >> 2, t = lane() & 3, group = warp() & 3, half = warp() >> 2, key = key_of(g);
-  float s[2][4] = {};
-  scores<Format>(s, keys, room.q, 16 * group + key, half);
-  // Each half keeps the heads of one block and gives the other's away.
-  room.halves[half][group][lane()] = half ? make_float4(s[0][0], s[0][1], s[0][2], s[0][3])
-                                          : make_float4(s[1][0], s[1][1], s[1][2], s[1][3]);
-  asm volatile("bar.sync %0, 64;" ::"r"(1 + group) : "memory");
-  float4 rest = room.halves[1 - half][group][lane()];
-  float mine[4];
+template <typename S>
+__device__ __forceinline__ void scores(float (&s)[S::HEADS / 8][4], const unsigned char* tile, int key, Block q) {
+  typename S::Format::Keys keys(tile, key);
+  keys.read(0);
+  constexpr int STEPS = S::STEPS;
+  u32 a[2][STEPS][4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) mine[i] = half ? s[1][i] : s[0][i];
-  mine[0] += rest.x, mine[1] += rest.y, mine[2] += rest.z, mine[3] += rest.w;
-  int head = 8 * half + 2 * t;
-  u32 live = *reinterpret_cast<const unsigned short*>(&room.live[tile % 4][2 * group]);
-  float most[2];
+  for (int n = 0; n < BLOCKS * 4 / STEPS; ++n) {
+    int block = n * STEPS / 4, first = n * STEPS % 4;
+    if (first == 0 && block + 1 < BLOCKS) keys.read(block + 1);
+    if (n > 1) tall_done<1>();
+    keys.take(a[n & 1], block, first);
+    tall_begin();
 #pragma unroll
-  for (int c = 0; c < 2; ++c) {
-    float factor = room.factor[head + c];
-    mine[c] = live >> key & 1 ? mine[c] * factor : -INFINITY;
-    mine[c + 2] = live >> (key + 8) & 1 ? mine[c + 2] * factor : -INFINITY;
-    most[c] = fmaxf(mine[c], mine[c + 2]);
+    for (int i = 0; i < STEPS; ++i)
+      tall<S::HEADS>(s, a[n & 1][i], block_plus(q, block * S::HEADS * 128), first + i, n + i > 0);
+    tall_commit();
   }
+  tall_done<0>();
+}
+
+// Write this warp's probabilities of rows g and g + 8, which are neighbours in the contraction of O.
+template <typename S>
+__device__ __forceinline__ void keep(unsigned char* p, const float (&x)[S::HEADS / 8][4], int column) {
+  int t = lane() & 3;
 #pragma unroll
-  for (int step = 4; step < 32; step *= 2) {
+  for (int j = 0; j < S::HEADS / 8; ++j) {
 #pragma unroll
-    for (int c = 0; c < 2; ++c) most[c] = fmaxf(most[c], __shfl_xor_sync(EVERY, most[c], step));
-  }
-  if (g == 0) room.most[group][head] = most[0], room.most[group][head + 1] = most[1];
-  __syncthreads();
-#pragma unroll
-  for (int c = 0; c < 2; ++c) {
-    float higher = part.top[c];
-#pragma unroll
-    for (int i = 0; i < GROUPS; ++i) higher = fmaxf(higher, room.most[i][head + c]);
-    // Nothing yet, or a logit of +inf: whatever is subtracted, the exponential says the right thing of it.
-    float base = finite(higher) ? higher : 0.0f;
-    float keep = exponential(part.top[c] - base);
-    float p = exponential(mine[c] - base), p_8 = exponential(mine[c + 2] - base);
-    part.top[c] = higher;
-    part.total[c] = part.total[c] * keep + p + p_8;
-    room.p[group][head + c][key & 3][key >> 2] = __float2half_rn(p * LIFT);
-    room.p[group][head + c][key & 3][2 + (key >> 2)] = __float2half_rn(p_8 * LIFT);
-    if (group == 0 && g == 0) room.keep[head + c] = keep;
-  }
-  __syncthreads();
-  float keep = room.keep[g], keep_8 = room.keep[g + 8];
-  if (__any_sync(EVERY, keep != 1.0f || keep_8 != 1.0f)) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) part.o[i][0] *= keep, part.o[i][1] *= keep, part.o[i][2] *= keep_8, part.o[i][3] *= keep_8;
-  }
-#pragma unroll
-  for (int step = 0; step < GROUPS; ++step) {
-    uint2 low = *reinterpret_cast<const uint2*>(room.p[step][g][t]);
-    uint2 high = *reinterpret_cast<const uint2*>(room.p[step][g + 8][t]);
-    add_values<Format>(part.o, keys, 16 * step, low, high);
+    for (int e = 0; e < 2; ++e)
+      *reinterpret_cast<__half2*>(p + place(8 * j + 2 * t + e, column)) = __floats2half2_rn(x[j][e], x[j][2 + e]);
   }
 }
 
-// Leave this part's maxima, sums and outputs in shared memory.
-template <typename Format>
-__device__ __forceinline__ void finish(Part& part, Room<Format>& room) {
-  int g = lane() >> 2, t = lane() & 3, group = warp() & 3, head = 8 * (warp() >> 2) + 2 * t;
-  __syncthreads();  // the last tile has been read
+// A reference has been exceeded: take the maxima anew, and say probabilities beside them. s holds logits.
+template <typename S>
+__device__ __forceinline__ void raise(Part<S>& part, Room<S>& room, float (&s)[S::HEADS / 8][4], int group, int w) {
+  int g = lane() >> 2, t = lane() & 3;
 #pragma unroll
-  for (int c = 0; c < 2; ++c) {
+  for (int j = 0; j < S::HEADS / 8; ++j) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      float most = fmaxf(s[j][e], s[j][2 + e]);
+#pragma unroll
+      for (int step = 4; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(EVERY, most, step));
+      if (g == 0) room.most[group][w][8 * j + 2 * t + e] = most;
+    }
+  }
+  meet(group);
+#pragma unroll
+  for (int j = 0; j < S::HEADS / 8; ++j) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      int c = 2 * j + e, head = 8 * j + 2 * t + e;
+      float old = part.base[c], higher = old + LIFT;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) higher = fmaxf(higher, room.most[group][i][head]);
+      float base = higher - LIFT, less = finite(base) ? base : -LIFT;
+      float kept = finite(base) ? exponential(old - base) : 1.0f;
+      part.base[c] = base, part.total[c] *= kept;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) part.o[i][j][e] *= kept, part.o[i][j][2 + e] *= kept;
+      s[j][e] = exponential(s[j][e] - less), s[j][2 + e] = exponential(s[j][2 + e] - less);
+    }
+  }
+}
+
+template <typename S>
+__device__ __forceinline__ void add_tile(Part<S>& part, Room<S>& room, const float (&factor)[S::PAIRS], int slot,
+                                         int turn, int group) {
+  int g = lane() >> 2, w = warp() & 3, key = 16 * w + key_of(g);
+  const unsigned char* tile = room.keys[slot];
+  float s[S::HEADS / 8][4];
+  scores<S>(s, tile, key, block_at(room.q));
+  u32 live = room.live[slot][w];
+  bool first = live >> key_of(g) & 1, second = live >> key_of(g) + 8 & 1, again = turn == 0;
+  float x[S::HEADS / 8][4];
+  unsigned char* p = room.p[group][turn & 1];
+  int column = 16 * w + 2 * g;
+  if (!again) {
+    bool exceeds = false;
+#pragma unroll
+    for (int j = 0; j < S::HEADS / 8; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        int c = 2 * j + (i & 1);
+        bool there = i < 2 ? first : second;
+        x[j][i] = fmaf(s[j][i], factor[c], -part.base[c]);
+        exceeds = exceeds || there && !(x[j][i] <= LIFT + SLACK);
+        x[j][i] = there ? exponential(x[j][i]) : 0.0f;
+      }
+    }
+    keep<S>(p, x, column);
+    exceeds = __any_sync(EVERY, exceeds);
+    if (lane() == 0) reinterpret_cast<unsigned char*>(&room.exceeded[group][turn & 1])[w] = exceeds;
+    publish();
+    meet(group);
+    again = room.exceeded[group][turn & 1];
+  }
+  if (again) {
+#pragma unroll
+    for (int j = 0; j < S::HEADS / 8; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[j][i] = (i < 2 ? first : second) ? s[j][i] * factor[2 * j + (i & 1)] : -INFINITY;
+    }
+    raise<S>(part, room, x, group, w);
+    keep<S>(p, x, column);
+    publish();
+    meet(group);
+  }
+#pragma unroll
+  for (int c = 0; c < S::PAIRS; ++c) part.total[c] += x[c / 2][c & 1] + x[c / 2][2 + (c & 1)];
+  Block pt = block_at(p);
+  constexpr int STEPS = S::STEPS;
+  constexpr bool AHEAD = S::HEADS == 16;  // for more heads registers do not suffice
+  u32 a[2][STEPS][4];
+  typename S::Format::Values values[1 + AHEAD];
+  if (AHEAD) values[0].read(tile, 0, 8 * w + g);
+#pragma unroll
+  for (int n = 0; n < 32 / STEPS; ++n) {
+    int step = n * STEPS / 8, first = n * STEPS % 8;
+    if (first == 0 && step + AHEAD < 4) values[step + 1 & AHEAD].read(tile, 16 * (step + AHEAD), 8 * w + g);
+    if (n > 1) tall_done<1>();
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) values[step & AHEAD].take(a[n & 1][i], first + i);
+    tall_begin();
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) tall<S::HEADS>(part.o[first + i], a[n & 1][i], pt, step, true);
+    tall_commit();
+  }
+  __syncwarp();
+  if (lane() == 0) barrier_arrive(&room.empty[slot]);
+  tall_done<0>();
+}
+
+// Leave this warpgroup's references and sums in shared memory.
+template <typename S>
+__device__ __forceinline__ void tell(Part<S>& part, Room<S>& room, int group) {
+  int g = lane() >> 2, t = lane() & 3, w = warp() & 3;
+#pragma unroll
+  for (int c = 0; c < S::PAIRS; ++c) {
+    int head = 8 * (c / 2) + 2 * t + (c & 1);
 #pragma unroll
     for (int step = 4; step < 32; step *= 2) part.total[c] += __shfl_xor_sync(EVERY, part.total[c], step);
-    if (g == 0) room.most[group][head + c] = part.total[c];
-    if (g == 0 && group == 0) room.top[head + c] = part.top[c];
+    if (g == 0) reinterpret_cast<float*>(&room.total[group][head])[w] = part.total[c];
+    if (g == 0 && w == 0) room.top[group][head] = part.base[c];
   }
-  float* out = reinterpret_cast<float*>(room.keys);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    int latent = 64 * warp() + 16 * t + i;
-    out[g * OUT_STRIDE + latent] = part.o[i][0];
-    out[g * OUT_STRIDE + latent + 8] = part.o[i][1];
-    out[(g + 8) * OUT_STRIDE + latent] = part.o[i][2];
-    out[(g + 8) * OUT_STRIDE + latent + 8] = part.o[i][3];
-  }
-  __syncthreads();
-  if (threadIdx.x < HEADS) {
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < GROUPS; ++i) sum += room.most[i][threadIdx.x];
-    room.total[threadIdx.x] = sum;
-  }
+}
+
+__device__ __forceinline__ u32 mapped(const void* p, u32 rank) {
+  u32 at;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared_address(p)), "r"(rank));
+  return at;
 }
 
 __device__ __forceinline__ float remote_float(const float* p, u32 rank) {
   return __uint_as_float(remote(reinterpret_cast<const u32*>(p), rank));
 }
 
-__device__ __forceinline__ float4 remote_four(const float* p, u32 rank) {
-  u32 at;
+__device__ __forceinline__ float4 remote_four(const void* p, u32 rank) {
   float4 v;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared_address(p)), "r"(rank));
   asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
                : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(at)
+               : "r"(mapped(p, rank))
                : "memory");
   return v;
 }
 
-__device__ __forceinline__ void store_four(__nv_bfloat16* to, float4 v) {
-  to[0] = __float2bfloat16_rn(v.x), to[1] = __float2bfloat16_rn(v.y);
-  to[2] = __float2bfloat16_rn(v.z), to[3] = __float2bfloat16_rn(v.w);
+__device__ __forceinline__ void give_four(void* p, u32 rank, float4 v) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(mapped(p, rank)), "f"(v.x), "f"(v.y), "f"(v.z),
+               "f"(v.w)
+               : "memory");
 }
 
-// How much each part counts, and what its sum is divided by: a thread a head.
-template <typename Format>
-__device__ __forceinline__ void weigh(Room<Format>& room, const Attention& a, long long row, int first_head, int part) {
-  int head = threadIdx.x;
-  float tops[MOST_PARTS], totals[MOST_PARTS], top = -INFINITY, total = 0.0f;
-#pragma unroll
-  for (int i = 0; i < MOST_PARTS; ++i) {
-    tops[i] = i < a.parts ? remote_float(room.top + head, i) : -INFINITY;
-    totals[i] = i < a.parts ? remote_float(room.total + head, i) : 0.0f;
+// What a head's outputs of this block's warpgroups are multiplied by: a lane looks at a warpgroup of the cluster.
+template <typename S>
+__device__ __forceinline__ void weigh(Room<S>& room, const Attention& a, const Item<S>& item, int part, int head) {
+  int rank = lane() / S::GROUPS, group = lane() % S::GROUPS;
+  bool there = rank < a.parts;
+  float top = -INFINITY, total = 0.0f;
+  if (there) {
+    top = remote_float(&room.top[group][head], rank);
+    float4 four = remote_four(&room.total[group][head], rank);
+    total = four.x + four.y + (four.z + four.w);
   }
+  float most = top;
 #pragma unroll
-  for (int i = 0; i < MOST_PARTS; ++i) top = fmaxf(top, tops[i]);
-  float base = finite(top) ? top : 0.0f;
+  for (int step = 16; step; step /= 2) most = fmaxf(most, __shfl_xor_sync(EVERY, most, step));
+  float base = finite(most) ? most : 0.0f, weight = exponential(top - base);
+  total *= weight;
 #pragma unroll
-  for (int i = 0; i < MOST_PARTS; ++i) {
-    float weight = exponential(tops[i] - base);
-    total += weight * totals[i];
-    room.weight[i][head] = weight;
-  }
-  float unit = exp2f(Format::RAISED) / LIFT * (a.k_scale ? __ldg(a.k_scale) : 1.0f);
-  room.share[head] = top == INFINITY ? NAN : unit / (total == 0.0f ? 1.0f : total);
-  if (part == 0 && a.returns_lse && first_head + head < a.heads)
-    a.lse[row * a.lse_row + first_head + head] = top == INFINITY ? total : base + log2f(total) * LN2;
+  for (int step = 16; step; step /= 2) total += __shfl_xor_sync(EVERY, total, step);
+  float unit = exp2f(S::Format::RAISED) * (a.k_scale ? __ldg(a.k_scale) : 1.0f);
+  if (there && rank == part)
+    room.share[group][head] = most == INFINITY ? NAN : unit / (total == 0.0f ? 1.0f : total) * weight;
+  if (lane() == 0 && part == 0 && a.returns_lse)
+    a.lse[item.row * a.lse_row + item.first_head + head] = most == INFINITY ? total : base + log2f(total) * LN2;
 }
 
-// Add the parts of the cluster's blocks; each block writes its share of the numbers.
-template <typename Format>
-__device__ __forceinline__ void merge(Room<Format>& room, const Attention& a, long long row, int first_head, int part) {
-  if (threadIdx.x < HEADS) weigh(room, a, row, first_head, part);
-  __syncthreads();
-  const float* mine = reinterpret_cast<const float*>(room.keys);
-  constexpr int FOURS = LATENT / 4;
-  int heads = min(HEADS, a.heads - first_head);
-  for (int at = part * THREADS + threadIdx.x; at < heads * FOURS; at += a.parts * THREADS) {
-    int head = at / FOURS, latent = at % FOURS * 4;
-    float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll 4
-    for (int i = 0; i < a.parts; ++i) {
-      float weight = room.weight[i][head];
-      float4 v = remote_four(mine + head * OUT_STRIDE + latent, i);
-      sum.x += weight * v.x, sum.y += weight * v.y, sum.z += weight * v.z, sum.w += weight * v.w;
+// Add the two warpgroups' outputs; each then has half of a thread's latents, `o[0]` to `o[3]`.
+template <typename S>
+__device__ __forceinline__ void exchange(Part<S>& part, Room<S>& room, int group) {
+  constexpr int J = S::HEADS / 8;
+  float4* stage = reinterpret_cast<float4*>(room.p);  // whose probabilities nobody reads any more
+  int mine = threadIdx.x & 127;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+#pragma unroll
+    for (int j = 0; j < J; ++j) {
+      float give[4];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) give[n] = group ? part.o[i][j][n] : part.o[4 + i][j][n];
+      stage[(group * J + j) * 128 + mine] = make_float4(give[0], give[1], give[2], give[3]);
     }
-    float share = room.share[head];
-    sum.x *= share, sum.y *= share, sum.z *= share, sum.w *= share;
-    store_four(a.out + row * a.out_row + (first_head + head) * a.out_head + latent, sum);
+    workers_meet<S>();
+#pragma unroll
+    for (int j = 0; j < J; ++j) {
+      float4 v = stage[((1 - group) * J + j) * 128 + mine];
+      float more[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (int n = 0; n < 4; ++n) part.o[i][j][n] = (group ? part.o[4 + i][j][n] : part.o[i][j][n]) + more[n];
+    }
+    workers_meet<S>();
   }
 }
 
-template <typename Format>
-__device__ __forceinline__ void attend(const Attention& a) {
-  extern __shared__ __align__(128) unsigned char memory[];
-  Room<Format>& room = *reinterpret_cast<Room<Format>*>(memory);
-  int blocks = (a.heads + HEADS - 1) / HEADS, part = blockIdx.x % a.parts;
-  int first_head = blockIdx.x / a.parts % blocks * HEADS;
-  long long row = blockIdx.x / a.parts / blocks;
-  bool fetches = lane() < KEYS / WARPS;
-
-  int end = a.width;
-  if (a.index_len) end = min(end, __ldg(a.index_len + row * a.len_stride));
-  const int* table = a.table;
-  if (a.space != SLOT) {
-    int request = end > 0 ? __ldg(a.row_req + row * a.req_stride) : -1;
-    bool known = request >= 0 && request < a.requests;
-    end = known ? end : 0;
-    table = a.table + (known ? request * a.table_row : 0);
-  }
-  int begin = part * a.each * KEYS;  // whole tiles, as many for any row of a plan
-  end = min(end, begin + a.each * KEYS);
-  int tiles = end > begin ? (end - begin + KEYS - 1) / KEYS : 0;
-
-  const int* indices = a.indices + row * a.index_row;
-  auto index_of = [&](int tile) {
-    int at = begin + tile * KEYS + static_cast<int>(8 * warp() + lane());
-    return fetches && at < end ? __ldg(indices + at) : -1;
-  };
-  int next = index_of(0), after = index_of(1);
-  if (threadIdx.x < AHEAD)
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&room.arrivals[threadIdx.x])), "r"(KEYS)
-                 : "memory");
-  __syncthreads();
-  const unsigned char* here = fetches ? located<Format>(a, table, next) : nullptr;
-  if (fetches && tiles) fetch<Format>(room, 0, here);
-  here = fetches ? located<Format>(a, table, after) : nullptr;
-  next = index_of(2);
-  take_queries<Format>(room, a, row, first_head);
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-
-  Part mine;
+// Write this thread's eight latents of each of its heads.
+template <typename S>
+__device__ __forceinline__ void write(const Part<S>& part, const Attention& a, const Item<S>& item, int latent) {
+  bool wide = !((reinterpret_cast<u64>(a.out) | a.out_row * 2 | a.out_head * 2) & 15);
 #pragma unroll
-  for (int i = 0; i < 8; ++i) mine.o[i][0] = mine.o[i][1] = mine.o[i][2] = mine.o[i][3] = 0.0f;
+  for (int c = 0; c < S::PAIRS; ++c) {
+    int j = c / 2, e = c & 1, head = item.first_head + 8 * j + 2 * (lane() & 3) + e;
+    if (head >= a.heads) continue;
+    __nv_bfloat16* to = a.out + item.row * a.out_row + head * a.out_head + latent;
+    __align__(16) __nv_bfloat162 pairs[4];
 #pragma unroll
-  for (int c = 0; c < 2; ++c) mine.top[c] = -INFINITY, mine.total[c] = 0.0f;
-#pragma unroll 1
-  for (int tile = 0; tile < tiles; ++tile) {
-    __syncthreads();  // the tile before has been read by all
-    if (fetches && tile + 1 < tiles) fetch<Format>(room, tile + 1, here);
-    here = fetches ? located<Format>(a, table, next) : nullptr;
-    next = index_of(tile + 3);
-    arrived<Format>(room, tile);
-    add_tile<Format>(mine, room, tile);
+    for (int i = 0; i < 4; ++i) pairs[i] = __floats2bfloat162_rn(part.o[i][j][e], part.o[i][j][2 + e]);
+    if (wide) {
+      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<uint4*>(pairs);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) to[2 * i] = pairs[i].x, to[2 * i + 1] = pairs[i].y;
+    }
   }
-  finish<Format>(mine, room);
+}
+
+// Give every block of the cluster its share of the latents, then add what all gave to this one, in their order.
+template <typename S>
+__device__ __forceinline__ void spread(const Part<S>& part, Room<S>& room, const Attention& a, const Item<S>& item,
+                                       int rank, int latent) {
+  float* given = reinterpret_cast<float*>(room.keys);
+  int heads = min(S::HEADS, a.heads - item.first_head), each = (LATENT / 8 + a.parts - 1) / a.parts * 8, to = latent / each;
+#pragma unroll
+  for (int c = 0; c < S::PAIRS; ++c) {
+    int j = c / 2, e = c & 1, head = 8 * j + 2 * (lane() & 3) + e;
+    float* at = given + (rank * S::HEADS + head) * each + latent - to * each;
+#pragma unroll
+    for (int i = 0; i < 4; i += 2)
+      if (head < heads)
+        give_four(at + 2 * i, to,
+                  make_float4(part.o[i][j][e], part.o[i][j][2 + e], part.o[i + 1][j][e], part.o[i + 1][j][2 + e]));
+  }
   cluster_sync();
-  merge<Format>(room, a, row, first_head, part);
-  cluster_sync();  // no block ends while another reads its part
+  int first = rank * each, mine = max(0, min(each, LATENT - first));
+  for (int at = threadIdx.x; at < heads * mine; at += S::WORKERS) {
+    int head = at / mine, here = at - head * mine;
+    float sum = 0.0f;
+#pragma unroll 4
+    for (int i = 0; i < a.parts; ++i) sum += given[(i * S::HEADS + head) * each + here];
+    a.out[item.row * a.out_row + (item.first_head + head) * a.out_head + first + here] = __float2bfloat16_rn(sum);
+  }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) fp8(const __grid_constant__ Attention a) { attend<Fp8>(a); }
-extern "C" __global__ void __launch_bounds__(THREADS, 2) nvfp4(const __grid_constant__ Attention a) { attend<Nvfp4>(a); }
+// Add the parts of an item, of which nothing is read any more, and write its outputs.
+template <typename S>
+__device__ __forceinline__ void settle(Part<S>& part, Room<S>& room, const Attention& a, const Item<S>& item, int group,
+                                       int rank) {
+  int g = lane() >> 2, t = lane() & 3, w = warp() & 3, heads = min(S::HEADS, a.heads - item.first_head);
+  tell<S>(part, room, group);
+  if (a.parts == 1)
+    workers_meet<S>();
+  else
+    cluster_sync();
+  for (int head = warp(); head < heads; head += S::WORKERS / 32) weigh<S>(room, a, item, rank, head);
+  workers_meet<S>();
+#pragma unroll
+  for (int c = 0; c < S::PAIRS; ++c) {
+    float share = room.share[group][8 * (c / 2) + 2 * t + (c & 1)];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) part.o[i][c / 2][c & 1] *= share, part.o[i][c / 2][2 + (c & 1)] *= share;
+  }
+  exchange<S>(part, room, group);
+  int latent = 16 * (8 * w + g) + 8 * group;
+  if (a.parts == 1)
+    write<S>(part, a, item, latent);
+  else
+    spread<S>(part, room, a, item, rank, latent);
+}
 
-static_assert(sizeof(Room<Fp8>) == 104048 && sizeof(Room<Nvfp4>) == 71280, "what the launches ask for");
-static_assert(sizeof(Attention) == 224, "what the launches pass");
+// Compute this warpgroup's tiles, item by item.
+template <typename S>
+__device__ __forceinline__ void work(Room<S>& room, const Attention& a, int first, int step, int items, int part) {
+  int group = warp() >> 2, t = lane() & 3, before = 0;
+#pragma unroll 1
+  for (int at = first; at < items; at += step) {
+    Item<S> item(a, at, part);
+    take_queries<S>(room, a, item.row, item.first_head);
+    publish();
+    workers_meet<S>();
+    Part<S> mine;
+    float factor[S::PAIRS];
+#pragma unroll
+    for (int c = 0; c < S::PAIRS; ++c) {
+      mine.base[c] = -INFINITY, mine.total[c] = 0.0f, factor[c] = room.factor[8 * (c / 2) + 2 * t + (c & 1)];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) mine.o[i][c / 2][c & 1] = mine.o[i][c / 2][2 + (c & 1)] = 0.0f;
+    }
+    int turn = 0;
+#pragma unroll 1
+    for (int tile = before + group; tile < before + item.tiles; tile += S::GROUPS, ++turn) {
+      barrier_wait(&room.full[tile % S::DEPTH], tile / S::DEPTH & 1);
+      add_tile<S>(mine, room, factor, tile % S::DEPTH, turn, group);
+    }
+    before += item.tiles;
+    settle<S>(mine, room, a, item, group, part);
+  }
+}
+
+template <typename S>
+__device__ __forceinline__ void attend(const Attention& a) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  Room<S>& room = *reinterpret_cast<Room<S>*>(memory);
+  int part = blockIdx.x % a.parts, first = blockIdx.x / a.parts, step = gridDim.x / a.parts;
+  int items = a.rows * ((a.heads + S::HEADS - 1) / S::HEADS);
+  if (threadIdx.x < S::DEPTH)
+    barrier_init(&room.full[threadIdx.x], S::FETCHERS), barrier_init(&room.empty[threadIdx.x], 4);
+  __syncthreads();
+  if (threadIdx.x >= S::WORKERS) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::FEW));
+    fetch_all<S>(room, a, Cursor<S>(a, first, step, items, part));
+    if (a.parts > 1) cluster_sync(), cluster_sync();  // as those do who compute
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::MANY));
+    work<S>(room, a, first, step, items, part);
+  }
+}
+
+#define KERNEL(name, format, heads, depth)                                               \
+  using name##_shape = Shape<format, heads, 2, depth>;                                   \
+  extern "C" __global__ void __launch_bounds__(name##_shape::THREADS, 1)                 \
+      name(const __grid_constant__ Attention a) {                                        \
+    attend<name##_shape>(a);                                                             \
+  }
+#ifdef LIST
+LIST
+#else
+KERNEL(fp8_16, Fp8, 16, 5)
+KERNEL(fp8_32, Fp8, 32, 4)
+KERNEL(nvfp4_16, Nvfp4, 16, 8)
+KERNEL(nvfp4_32, Nvfp4, 32, 7)
+
+// What the launches ask for and pass.
+static_assert(sizeof(Room<fp8_16_shape>) == 223232 && sizeof(Room<fp8_32_shape>) == 211968);
+static_assert(sizeof(Room<nvfp4_16_shape>) == 208896 && sizeof(Room<nvfp4_32_shape>) == 214016);
+#endif
+static_assert(sizeof(Attention) == 224);

@@ -1,0 +1,170 @@
+// Formats of latents: how a thread takes numbers of a key as float16, for either product.
+//
+// In S = K Qt keys are the tall operand's rows and the contraction's order is free, so a thread takes the neighbouring
+// bytes of its two keys. In O^T = V^T Pt latents are the rows, and a thread takes the neighbouring latents of four keys.
+#pragma once
+#include <cuda_fp16.h>
+
+#include "block.cuh"
+
+constexpr int LATENT = 512, SHARED = 64, WIDTH = LATENT + SHARED;
+constexpr int BLOCKS = WIDTH / 64;  // of the contraction of S
+
+__device__ __forceinline__ u32 halves_of(u32 codes) {
+  u32 pair;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<unsigned short>(codes)));
+  return pair;
+}
+
+// Of the four bytes of a word, two and two.
+__device__ __forceinline__ void halves_of(u32& low, u32& high, u32 codes) {
+  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 %1, h;\n}"
+      : "=r"(low), "=r"(high)
+      : "r"(codes));
+}
+
+__device__ __forceinline__ u32 times(u32 pair, u32 scale) {
+  u32 product;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(pair), "r"(scale));
+  return product;
+}
+
+// Where the keys of a lane's two rows of 16 stand: neighbours of a phase of a load lie two rows apart, eight lanes' keys
+// in different banks.
+__device__ __forceinline__ int key_of(int g) { return (g & 4) | (g & 1) << 1 | (g >> 1 & 1); }
+
+__device__ __forceinline__ u32 word_of(uint4 v, int i) { return i < 2 ? i ? v.y : v.x : i > 2 ? v.w : v.z; }
+
+// Of 16 bytes of two keys, STEPS of the four steps of S from `first` on.
+template <int STEPS>
+__device__ __forceinline__ void decode_bytes(u32 (&a)[STEPS][4], uint4 low, uint4 high, int first) {
+#pragma unroll
+  for (int s = 0; s < STEPS; ++s) {
+    halves_of(a[s][0], a[s][2], word_of(low, first + s));
+    halves_of(a[s][1], a[s][3], word_of(high, first + s));
+  }
+}
+
+// Position of number `e` of a block of 64 bytes in that block's order.
+__device__ __forceinline__ int byte_position(int e) { return (e & 12) << 2 | (e & 2) << 2 | (e >> 4) << 1 | (e & 1); }
+
+// Latents of a tensor's scale: 576 bytes, one a number. In shared memory rows are 6 chunks of 16 bytes modulo 8 apart.
+struct Fp8 {
+  static constexpr int BYTES = 576, STRIDE = 608;
+  static constexpr int RAISED = 0;  // exponent by which decoded latents are smaller than they are
+
+  // Where element e of a query stands in the contraction.
+  static __device__ __forceinline__ int position(int e) { return (e & ~63) | byte_position(e & 63); }
+
+  // Of two keys' rows, `row` and eight behind it. A block is read before it is decoded, so that nothing waits for it.
+  struct Keys {
+    const unsigned char* row;
+    uint4 low[2], high[2];
+    __device__ __forceinline__ Keys(const unsigned char* tile, int key) : row(tile + key * STRIDE + 16 * (lane() & 3)) {}
+    __device__ __forceinline__ void read(int block) {
+      low[block & 1] = *reinterpret_cast<const uint4*>(row + 64 * block);
+      high[block & 1] = *reinterpret_cast<const uint4*>(row + 8 * STRIDE + 64 * block);
+    }
+    template <int STEPS>
+    __device__ __forceinline__ void take(u32 (&a)[STEPS][4], int block, int first) const {
+      decode_bytes(a, low[block & 1], high[block & 1], first);
+    }
+  };
+
+  // Of 16 keys, this thread's four; 16 latents from 16 `chunk` on. Tile i of the rows holds latents 2 i and 2 i + 1.
+  struct Values {
+    u32 w[4][4];
+    __device__ __forceinline__ void read(const unsigned char* tile, int base, int chunk) {
+      int t = lane() & 3;
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        int key = base + key_of(t + 4 * (k >> 1)) + 8 * (k & 1);
+        uint4 v = *reinterpret_cast<const uint4*>(tile + key * STRIDE + 16 * chunk);
+        w[k][0] = v.x, w[k][1] = v.y, w[k][2] = v.z, w[k][3] = v.w;
+      }
+    }
+    __device__ __forceinline__ void take(u32 (&a)[4], int i) const {
+      u32 choice = i & 1 ? 0x7362 : 0x5140;
+      u32 first = __byte_perm(w[0][i >> 1], w[1][i >> 1], choice), second = __byte_perm(w[2][i >> 1], w[3][i >> 1], choice);
+      halves_of(a[0], a[1], first);
+      halves_of(a[2], a[3], second);
+    }
+  };
+};
+
+// Two latents of e2m1 in the top nibbles of a word's halves, 2^14 smaller than they are.
+__device__ __forceinline__ u32 e2m1(u32 x) { return (x & 0x80008000u) | ((x >> 3) & 0x0e000e00u); }
+
+// Scales of two latents, e4m3 in the low bytes of a word, times 2^7: with the 2^14 above, 2^7 are missing.
+__device__ __forceinline__ u32 scales_of(u32 codes) { return times(halves_of(codes), 0x58005800u); }
+
+// 256 bytes of e2m1, 64 of e4m3, and a scale for each 16 latents: of latents 16 s on at byte 320 + 8 (s mod 4) + s / 4.
+struct Nvfp4 {
+  static constexpr int BYTES = 352, STRIDE = 352;
+  static constexpr int RAISED = 7;
+
+  // A thread has 32 neighbouring numbers of 128, sixteen a block; a word's eight are decoded as pairs (n, n + 4).
+  static __device__ __forceinline__ int position(int e) {
+    if (e >= LATENT) return LATENT + byte_position(e - LATENT);
+    int t = e >> 5 & 3, word = e >> 3 & 1, n = e & 3;
+    return (e >> 7) * 128 + (e >> 4 & 1) * 64 + (2 * word + (n >> 1)) * 16 + (n & 1) * 8 + 2 * t + (e >> 2 & 1);
+  }
+
+  struct Keys {
+    const unsigned char* row;
+    uint4 scale[2];  // of both rows: bytes 0 to 7 of first halves, 8 to 15 of second
+    uint4 low[2], high[2];
+    __device__ __forceinline__ Keys(const unsigned char* tile, int key) : row(tile + key * STRIDE + 16 * (lane() & 3)) {
+      const unsigned char* scales = tile + key * STRIDE + 320 + 16 * (lane() & 1);
+      scale[0] = *reinterpret_cast<const uint4*>(scales);
+      scale[1] = *reinterpret_cast<const uint4*>(scales + 8 * STRIDE);
+    }
+    __device__ __forceinline__ void read(int block) {
+      if (block & 1) return;
+      low[block >> 1 & 1] = *reinterpret_cast<const uint4*>(row + 32 * block);
+      high[block >> 1 & 1] = *reinterpret_cast<const uint4*>(row + 8 * STRIDE + 32 * block);
+    }
+    // The scale of block `block` of a row, twice.
+    __device__ __forceinline__ u32 factor(uint4 codes, int block) const {
+      u32 four = block & 1 ? (block < 4 ? codes.z : codes.w) : (block < 4 ? codes.x : codes.y);
+      u32 at = (block & 2) + (lane() >> 1 & 1);  // byte 2 j + t / 2, j = block / 2
+      return scales_of(__byte_perm(four, 0, at * 0x11));
+    }
+    template <int STEPS>
+    __device__ __forceinline__ void take(u32 (&a)[STEPS][4], int block, int first) const {
+      uint4 l = low[block >> 1 & 1], h = high[block >> 1 & 1];
+      if (block == BLOCKS - 1) return decode_bytes(a, l, h, first);
+      u32 scales[2] = {factor(scale[0], block), factor(scale[1], block)};
+#pragma unroll
+      for (int s = 0; s < STEPS; ++s) {
+        int word = 2 * (block & 1) + (first + s >> 1), n = 2 * (first + s & 1);
+        u32 x = word_of(l, word), y = word_of(h, word);
+        a[s][0] = times(e2m1(x << (12 - 4 * n)), scales[0]), a[s][1] = times(e2m1(y << (12 - 4 * n)), scales[1]);
+        a[s][2] = times(e2m1(x << (8 - 4 * n)), scales[0]), a[s][3] = times(e2m1(y << (8 - 4 * n)), scales[1]);
+      }
+    }
+  };
+
+  struct Values {
+    u32 w[4][2], scale[2];
+    __device__ __forceinline__ void read(const unsigned char* tile, int base, int chunk) {
+      int t = lane() & 3;
+      u32 code[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        int key = base + key_of(t + 4 * (k >> 1)) + 8 * (k & 1);
+        uint2 v = *reinterpret_cast<const uint2*>(tile + key * STRIDE + 8 * chunk);
+        w[k][0] = v.x, w[k][1] = v.y;
+        code[k] = tile[key * STRIDE + 320 + 8 * (chunk & 3) + (chunk >> 2)];
+      }
+      scale[0] = scales_of(code[0] | code[1] << 8), scale[1] = scales_of(code[2] | code[3] << 8);
+    }
+    __device__ __forceinline__ void take(u32 (&a)[4], int i) const {
+      u32 choice = i & 2 ? 0x7632 : 0x5410;
+      u32 first = __byte_perm(w[0][i >> 2], w[1][i >> 2], choice), second = __byte_perm(w[2][i >> 2], w[3][i >> 2], choice);
+      int n = 2 * (i & 1);
+      a[0] = times(e2m1(first << (12 - 4 * n)), scale[0]), a[1] = times(e2m1(first << (8 - 4 * n)), scale[0]);
+      a[2] = times(e2m1(second << (12 - 4 * n)), scale[1]), a[3] = times(e2m1(second << (8 - 4 * n)), scale[1]);
+    }
+  };
+};
