@@ -1,10 +1,14 @@
-"""Strides of a given output whose rows do not touch: as far apart as the contract and the chosen kernel admit."""
+"""Strides of outputs and operands whose elements do not touch: as far apart as contract and chosen kernel admit."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch import Tensor
+
 from kimi_hal.dispatch.contract import TensorCap
 from kimi_hal.ops.check import LAYOUTS, contiguity
-from kimi_hal.ops.operator import OutputShape, torch_dtype
+from kimi_hal.ops.operator import Arg, OutputShape, torch_dtype
 
 #: Bytes of a gap where no alignment is declared.
 GAP = 16
@@ -36,3 +40,21 @@ def _free(dims: int, needs: TensorCap | None) -> int:
         if layout in needed:
             return max(0, dims + free if free < 0 else free)
     return dims - 1
+
+
+def spread(arg: Arg | None, needs: TensorCap | None, value: Any) -> Any:
+    """Return a contiguous operand as a view of every second element of a wider one, where any stride is admitted.
+
+    Args:
+        arg: what the contract says of it; ``None``: it is no operand of the operator.
+        needs: what the chosen kernel declares of it.
+        value: the operand; anything else than such a tensor is returned as it is.
+    """
+    if arg is None or arg.many or not isinstance(value, Tensor) or not value.numel() or not value.dim():
+        return value
+    free = not contiguity(arg.strided, needs) and (needs is None or value.dim() == 1)
+    if not free or not value.is_contiguous():
+        return value
+    wide = value.new_zeros((*value.shape[:-1], 2 * value.shape[-1]))
+    wide[..., ::2] = value
+    return wide[..., ::2]

@@ -9,9 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from kimi_hal.dispatch.plan import Plan
+from kimi_hal.ops.operator import OutputShape
+from kimi_hal_conformance.apart import apart, spread
 from kimi_hal_conformance.calls import Stage
 from kimi_hal_conformance.case import Checkpoint
 from kimi_hal_conformance.oracle import OF_COMMIT, Question, layers
+from kimi_hal_conformance.poison import FILL
 
 #: The operands of ``kda_verify`` that ``kda_commit`` changes.
 OF_BOTH = ("conv_state", "state")
@@ -56,8 +59,24 @@ def _plain(stage: Stage) -> Arranged:
     """Place the operands under their own names."""
     question = stage.question
     found = stage.subject.plan(question.op.name, question)
-    placed = {name: stage.room.operand(name, _own(found, value)) for name, value in question.operands.items()}
+    placed = {name: _put(stage, found, name, _own(found, value)) for name, value in question.operands.items()}
     return Arranged(found, placed)
+
+
+def _put(stage: Stage, found: Plan, name: str, value: Any, label: str = "") -> Any:
+    """Place an operand; for given buffers with the strides that it may have, else with those of the case.
+
+    Args:
+        stage: the call.
+        found: the plan that will read it.
+        name: of the operand in that plan's operator.
+        value: the operand.
+        label: its name in the room, where that is another.
+    """
+    label = label or name
+    if stage.given and label not in stage.room.sparse:
+        value = spread(found.operator.args.get(name), found.choice.capability.tensors.get(name), value)
+    return stage.room.operand(label, value)
 
 
 def _own(found: Plan, value: Any) -> Any:
@@ -74,28 +93,31 @@ def _verify(stage: Stage) -> Arranged:
 
 
 def _records(stage: Stage, verify: Plan, name: str = "records") -> Tensor:
-    rows = stage.question.limits.max_reqs
-    return stage.room.scratch(name, rows * verify.records_bytes).view(rows, verify.records_bytes)
+    """Return a records buffer full of NaN bytes; for given buffers with gaps between its rows."""
+    shape = OutputShape("records", (stage.question.limits.max_reqs, verify.records_bytes), "uint8")
+    strides = apart(shape, verify.choice.capability.tensors.get("records")) if stage.given else None
+    return stage.room.output(name, tuple(shape.shape), shape.dtype, strides).fill_(FILL)
 
 
 def _commit(stage: Stage) -> Arranged:
     """Put the ``kda_verify`` of every layer before the ``kda_commit`` of what was accepted in all of them."""
-    question, room = stage.question, stage.room
+    question = stage.question
     verify = stage.subject.plan("kda_verify", question)
     verified = [_verify_layer(stage, verify, i, own) for i, own in enumerate(layers(question.operands))]
     names = {"conv_states": "conv_state", "states": "state", "records": "records"}
     lists: dict[str, Any] = {many: [own[one] for own in verified] for many, one in names.items()}
     for many, one in (("A_logs", "A_log"), ("dt_biases", "dt_bias")):
         lists[many] = None if verified[0][one] is None else [own[one] for own in verified]
-    rest = {n: room.operand(n, v) for n, v in question.operands.items() if n in OF_COMMIT and n != "more"}
     commit = stage.subject.plan("kda_commit", question, pair=verify)
+    given = question.operands
+    rest = {n: _put(stage, commit, n, v) for n, v in given.items() if n in OF_COMMIT and n != "more"}
     placed = lists | {"state_ids": verified[0]["state_ids"]} | rest
     return Arranged(commit, placed, tuple((verify, own) for own in verified))
 
 
 def _verify_layer(stage: Stage, verify: Plan, number: int, operands: Mapping[str, Any]) -> dict[str, Any]:
     """Return the placed operands of one layer's ``kda_verify``, records among them."""
-    placed = {name: stage.room.operand(f"{name}[{number}]", value) for name, value in operands.items()}
+    placed = {name: _put(stage, verify, name, value, f"{name}[{number}]") for name, value in operands.items()}
     return placed | {"records": _records(stage, verify, f"records[{number}]")}
 
 

@@ -149,11 +149,13 @@ def committed(
     ``prefill`` runs them: the reference's, or one that makes the roundings of a numerics class.
     """
     spec: Any = question.spec
+    room = question.limits.rows_per_req  # of a record: more accepted rows count as that many
+    operands = {**question.operands, "accepted": question.operands["accepted"].clamp(max=room)}
     found: dict[str, Tensor] = {}
     for i, layer in enumerate(layers(question.operands)):
         pools = (layer["conv_state"].to(dtype), layer["state"].to(dtype))
         for name, pool in zip(
-            ("conv_states", "states"), _commit(spec, question.operands, layer, pools, prefill), strict=True
+            ("conv_states", "states"), _commit(spec, operands, layer, pools, prefill), strict=True
         ):
             found[f"{name}[{i}]"] = pool
     return Answer({}, found)

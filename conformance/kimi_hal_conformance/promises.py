@@ -18,6 +18,7 @@ from kimi_hal_conformance.oracle import Answer, Question
 from kimi_hal_conformance.poison import same_bits
 from kimi_hal_conformance.ranks import on_ranks, questions
 from kimi_hal_conformance.relations import RELATIONS, captured, lasting, shards
+from kimi_hal_conformance.relations import on_ranks as over_ranks
 from kimi_hal_conformance.relations.captured import untried
 from kimi_hal_conformance.relations.ground import PARTLY_UNSPECIFIED, Ground, UntriedError
 from kimi_hal_conformance.relations.rows import rearranges, split
@@ -56,7 +57,7 @@ class Effort:
 #: Nothing is tried beyond the values.
 NONE = Effort()
 #: Relations that only a case of several rows or sequences has: such a case shows what relations can.
-APART = {"split", "split_bits"}
+APART = {"split", "split_bits", over_ranks.NAME}
 
 
 @dataclass
@@ -90,11 +91,14 @@ class Allowance:
 
 
 def operand_names(case: Case, seed: int) -> Set[str]:
-    """Return the names of the operands that a case gives; none where it has ranks or cannot be drawn here."""
-    if case.ranks or case.sparse:
+    """Return the names of the operands that a case gives, those of a group with its size; none that cannot be drawn."""
+    if case.sparse:
         return frozenset()
     try:
-        return {name for name, value in drawn(case, seed).items() if value is not None}
+        drawn_ = drawn(case, seed)
+        given = drawn_["ranks"][0] if case.ranks else drawn_
+        of = f" of {case.ranks} ranks" if case.ranks else ""
+        return {name + of for name, value in given.items() if value is not None}
     except Exception:  # whoever runs the case says why
         return frozenset()
 
@@ -167,6 +171,8 @@ def trials(
                 yield "split_bits", split(ground, 1)
     if effort.lasting and lasting.applies(case):
         yield LASTING, lasting.problems(case, subject, seed)
+    if effort.relations and over_ranks.applies(case, seed):
+        yield over_ranks.NAME, over_ranks.problems(case, subject, seed)
     if not effort.relations or case.ranks or ops.get(case.operator).listed:
         return
     ground = Ground(case, subject, seed, promised)

@@ -1,4 +1,4 @@
-"""Every field of every Spec is tried at two values at least: one that is a constant in a kernel would show."""
+"""Every field of every Spec is tried at two values at least, numbers at one that no power of two divides evenly."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kimi_hal import formats, ops
-from kimi_hal.domain import OneOf
+from kimi_hal.domain import OneOf, Range
 from kimi_hal.errors import SpecError
 from kimi_hal.ops.spec import Record
 from kimi_hal_conformance import case as cases
@@ -61,17 +61,30 @@ def changed(record: Any, path: str, value: object) -> Any:
     )
 
 
+def quick(operator: str) -> Iterator[tuple[str, Record, object]]:
+    mine = [c for c in cases.CASES.values() if c.operator == operator and c.runs_in(QUICK)]
+    yield from (leaf for case in mine for spec in specs(case) for leaf in leaves(spec))
+
+
 @pytest.mark.parametrize("operator", sorted(ops.OPERATORS))
 def test_every_field_of_a_spec_is_tried_at_two_values(operator: str) -> None:
     seen: dict[str, set[object]] = defaultdict(set)
     exempt = {path for _, path, _ in REFUSED.get(operator, ())}
-    for case in cases.CASES.values():
-        if case.operator == operator and case.runs_in(QUICK):
-            for path, record, value in (leaf for spec in specs(case) for leaf in leaves(spec)):
-                seen[path].add(value)
-                if one_legal(record, path.rpartition(".")[2], value):
-                    exempt.add(path)
+    for path, record, value in quick(operator):
+        seen[path].add(value)
+        if one_legal(record, path.rpartition(".")[2], value):
+            exempt.add(path)
     assert [path for path, values in seen.items() if len(values) == 1 and path not in exempt] == []
+
+
+@pytest.mark.parametrize("operator", sorted(ops.OPERATORS))
+def test_every_number_of_a_spec_is_tried_where_it_is_no_power_of_two(operator: str) -> None:
+    seen: dict[str, set[int]] = defaultdict(set)
+    for path, record, value in quick(operator):
+        name = path.rpartition(".")[2]
+        if type(value) is int and isinstance(record.DOMAIN.get(name), Range) and name != "rank":
+            seen[path].add(value)
+    assert [path for path, values in seen.items() if not any(n > 0 and n & (n - 1) for n in values)] == []
 
 
 @pytest.mark.parametrize(

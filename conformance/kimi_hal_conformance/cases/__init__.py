@@ -28,6 +28,9 @@ THROUGHOUT = (
     "spec_fields",
     "composite_fields",
     "index_scales",
+    "operand_dtypes",
+    "many_rows",
+    "pages",
 )
 
 

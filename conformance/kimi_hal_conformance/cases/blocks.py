@@ -14,7 +14,7 @@ from kimi_hal.ops.sparse_mla import MergeSpec, SparseMLASpec
 from kimi_hal.ops.spec import Limits
 from kimi_hal.ops.topk_merge import TopKSpec
 from kimi_hal_conformance.case import QUICK, Case, Make, Operands, add
-from kimi_hal_conformance.cases.composites import dsa_operands, dsa_spec, kda_operands
+from kimi_hal_conformance.cases.composites import dsa_operands, dsa_spec, kda_operands, moe_operands, moe_spec
 from kimi_hal_conformance.cases.indexer import query_operands, score_operands
 from kimi_hal_conformance.cases.kda import conv_operands, decode_operands, gate_operands, settle
 from kimi_hal_conformance.cases.moe import route_operands
@@ -98,6 +98,8 @@ def cases() -> Iterator[Case]:
     yield blocks("kda_decode", kda, slots_apart(decode_operands(kda, ROWS)))
     yield blocks("kda_layer_decode", kda, layer(kda))
     yield blocks("kda_conv", kda, conv_operands(kda, SEQUENCES, tail=2))
+    mixture = moe_spec()
+    yield blocks("moe_layer", mixture, moe_operands(mixture, ROWS, live=ROWS - 3))
     dsa = dsa_spec(1)
     yield blocks("dsa_decode", dsa, dsa_operands(dsa, SHORT, grouped=False))
 

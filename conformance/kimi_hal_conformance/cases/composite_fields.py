@@ -8,6 +8,7 @@ from typing import Any
 
 from kimi_hal.ops.composites import DSASpec
 from kimi_hal.ops.moe import MoESpec, RouteSpec
+from kimi_hal.ops.spec import DCP
 from kimi_hal_conformance.case import INTERP, QUICK, Case, add
 from kimi_hal_conformance.cases.composites import LIMITS, dsa_operands, dsa_spec, moe_operands, moe_spec
 
@@ -20,9 +21,9 @@ def of_dsa(spec: DSASpec, **parts: Mapping[str, Any]) -> DSASpec:
 
 
 def dsa_cases() -> Iterator[Case]:
-    """Fields of the index query, of the selection and of attention, then of the merge over two ranks."""
+    """Fields of the index query, of the selection and of attention, then of the merge over three ranks."""
     one, bf16 = dsa_spec(1), {"weights_dtype": "bfloat16", "num_heads": 5}
-    page = replace(one.attn, page=16, num_heads=3)
+    page = replace(one.attn, page=24, num_heads=3)
     specs = {
         "index-query": of_dsa(one, query={**bf16, "hadamard": True, "weight_scale": 0.75}, indexer=bf16),
         "selection": of_dsa(
@@ -36,17 +37,23 @@ def dsa_cases() -> Iterator[Case]:
     for label, spec in specs.items():
         make = dsa_operands(spec, LENGTHS, False)
         yield Case(f"dsa_decode/fields/{label}", "dsa_decode", spec, LIMITS, make, since=INTERP)
-    two = dsa_spec(2, interleave=8)
-    merge = {"score": "bfloat16", "topk": 40, "protocol": "compact", "quota": 7, "ordered": True}
-    spec = of_dsa(two, indexer={"score": "bfloat16", "topk": 40}, attn={"topk": 40}, merge=merge)
+    runs = DCP(world=3, interleave=5)
+    scored = {"score": "bfloat16", "topk": 40, "dcp": runs}
+    merge = {**scored, "protocol": "compact", "quota": 7, "ordered": True}
+    spec = of_dsa(
+        dsa_spec(2),
+        indexer=scored,
+        attn={"topk": 40, "dcp": runs, "num_heads": 9, "out_dtype": "float32"},
+        merge=merge,
+    )
     make = dsa_operands(spec, LENGTHS, True)
-    yield Case("dsa_decode/fields/merge", "dsa_decode", spec, LIMITS, make, since=QUICK, ranks=2)
+    yield Case("dsa_decode/fields/merge", "dsa_decode", spec, LIMITS, make, since=QUICK, ranks=3)
 
 
 def moe_cases() -> Iterator[Case]:
     """A router with groups and an epsilon, and other widths."""
-    route = RouteSpec(num_experts=16, topk=3, groups=4, topk_groups=2, denom_eps=0.5)
-    experts = MoESpec(num_experts=16, num_local=16, topk=3, hidden=96, intermediate=64)
+    route = RouteSpec(num_experts=18, topk=5, groups=6, topk_groups=3, denom_eps=0.5)
+    experts = MoESpec(num_experts=18, num_local=18, topk=5, hidden=96, intermediate=160)
     spec = replace(moe_spec(), route=route, experts=experts, model_dim=160)
     yield Case("moe_layer/fields/groups", "moe_layer", spec, LIMITS, moe_operands(spec, 7), since=INTERP)
 

@@ -48,6 +48,27 @@ def scored(spec: IndexerSpec, keys: tuple[int, int], queries: tuple[int, int], w
     return make
 
 
+def with_nan(make: Make, spec: IndexerSpec) -> Make:
+    """Return a scale of code 255, NaN, in one block, or all, of every eighth key, which has no other reason to be NaN.
+
+    Its elements and the query's are positive: under an infinite scale its score would be infinite.
+    """
+
+    def wrapped(g: torch.Generator) -> Operands:
+        operands, fmt = dict(make(g)), formats.index(spec.index)
+        broken = torch.arange(0, KEYS, 8)
+        fmt.write(operands["cache"], KEYS + broken, 1 + torch.rand(broken.numel(), 128, generator=g))
+        operands["q"] = fmt.encode_query((1 + torch.rand(ROWS, spec.num_heads, 128, generator=g)).bfloat16())[
+            0
+        ]
+        for token in broken.tolist():
+            for block in (token // 8 % 4,) if fmt.scale == "e8m0" else range(4):
+                operands["cache"][1, fmt.scale_offset(token, block)] = 255
+        return operands
+
+    return wrapped
+
+
 def rescale(page: Tensor, fmt: formats.IndexFormat, codes: Tensor) -> None:
     """Write ``codes [64, 4]`` as the scale bytes of a page, wherever the format has them."""
     for token, own in enumerate(codes.tolist()):
@@ -63,6 +84,7 @@ def cases() -> Iterator[Case]:
         if fmt.scale not in ("e8m0", "ue8m0x4"):
             continue
         yield case(f"own/{name}", spec, scored(spec, ORDINARY, ORDINARY, 1.0))
+        yield case(f"nan/{name}", spec, with_nan(scored(spec, ORDINARY, ORDINARY, 1.0), spec))
         packed = fmt.element == "e2m1"
         yield case(f"key-0/{name}", spec, scored(spec, SMALLEST, LARGE, 2.0 ** (20 if packed else 100)))
         if packed:
@@ -72,12 +94,13 @@ def cases() -> Iterator[Case]:
 def case(label: str, spec: IndexerSpec, make: Make) -> Case:
     """Return a case of ``indexer_logits``."""
     name = f"indexer_logits/edges/block-scales/{label}"
-    since = INTERP if label.startswith("own") else QUICK
+    since = INTERP if label.startswith(("own", "nan")) else QUICK
     return Case(name, "indexer_logits", spec, LIMITS, make, since=since, fault=20)
 
 
 WHY = {
     "indexer_logits/edges/block-scales/own": "Blocks, or keys, under e8m0 scales that differ by 2^15.",
+    "indexer_logits/edges/block-scales/nan": "Keys under e8m0 code 255, NaN and no infinity: NaN, all others numbers.",
     "indexer_logits/edges/block-scales/key-0": "Keys under e8m0 code 0, 2^−127, which large operands bring back.",
     "indexer_logits/edges/block-scales/query-0": "Queries under e8m0 code 0, 2^−127, which large keys bring back.",
 }

@@ -140,6 +140,21 @@ def one_run_wins(spec: IndexerTopKSpec) -> Make:
     return make
 
 
+def crowded_bin(spec: IndexerTopKSpec) -> Make:
+    """Return 2,100 keys whose scores share their leading 12 bits and their sign; the best stand among the last."""
+
+    def make(g: torch.Generator) -> Operands:
+        operands = dict(one_run_wins(spec)(g))
+        keys = 2100
+        values = 1 + torch.rand(keys, 128, generator=g)
+        values[-300:] += 0.03
+        fmt = formats.index(spec.index)
+        fmt.write(operands["cache"], torch.arange(keys), values)
+        return operands | {"row_len": ints([keys, keys - 1])}
+
+    return make
+
+
 def shares(spec: IndexerSpec) -> Make:
     """Return a page a request and lengths at which an interleave gives a rank more keys than their quotient."""
 
@@ -235,6 +250,9 @@ def orders() -> Iterator[Case]:
     name = "indexer_topk/edges/one-run-wins"
     spec = IndexerTopKSpec(index=FP8, num_heads=1, topk=600, ordered=True)
     yield Case(name, "indexer_topk", spec, LONG, one_run_wins(spec), since=QUICK, fault=6)
+    name = "indexer_topk/edges/crowded-bin"
+    spec = IndexerTopKSpec(index=FP8, num_heads=1, topk=64, return_selected=True)
+    yield Case(name, "indexer_topk", spec, LONG, crowded_bin(spec), since=QUICK, fault=6)
 
 
 WHY = {
@@ -242,6 +260,7 @@ WHY = {
     "indexer_logits/edges/far-columns": "Columns beyond 4,096 and 8,192: a key stands in its own.",
     "indexer_topk/edges/nan-beside-no-page": "Scores of NaN before scores of −inf at the cut: −inf is selected.",
     "indexer_topk/edges/zeros-of-both-signs": "Scores that round to −0 among +0 at the cut: position decides.",
+    "indexer_topk/edges/crowded-bin": "2,100 scores in one bin of a radix selection, the best among the last.",
     "indexer_topk/edges/one-run-wins": "All winners one after another: none may be lost to a quota of a block.",
     "indexer_topk/edges/ties-by-rounding": "Scores that are equal only once rounded to bfloat16.",
     "indexer_topk/edges/slots-without-page": "A selected key without a page has no slot: it drops out, no gap is left.",

@@ -95,6 +95,28 @@ def broken(spec: KDASpec, names: Sequence[str]) -> Make:
     return wrapped
 
 
+def closed(make: Make) -> Make:
+    """Return finished gates at their ends: no new value in every second row, no decay in every third."""
+
+    def wrapped(g: torch.Generator) -> Operands:
+        operands = dict(make(g))
+        beta, decay = operands["raw_beta"].clone(), operands["raw_g"].clone()
+        beta[::2], beta[1], decay[::3] = 0.0, 1.0, 0.0
+        return operands | {"raw_beta": beta, "raw_g": decay}
+
+    return wrapped
+
+
+def saturated(make: Make) -> Make:
+    """Return inputs of which some sums are far beyond where an exponential overflows, on both sides."""
+
+    def wrapped(g: torch.Generator) -> Operands:
+        operands = dict(make(g))
+        return operands | {name: operands[name] * 2**8 for name in ("x", "conv_state")}
+
+    return wrapped
+
+
 def elsewhere(spec: KDASpec, accepted: Sequence[int], lens: Sequence[int] = ()) -> Make:
     """Return a commit whose results go to other slots, the last one's nowhere.
 
@@ -144,6 +166,16 @@ def cases() -> Iterator[Case]:
     yield Case("kda_prefill/edges/checkpoints", "kda_prefill", kept, LIMITS, missed, since=INTERP, fault=10)
     behind = more_rows(verify_operands(plain, (4, 2, 1), LIMITS), 3)
     yield Case("kda_verify/edges/rows-behind", "kda_verify", plain, LIMITS, behind, since=INTERP, fault=3)
+    finished = KDASpec(num_heads=2, head_dim=16, gate="log")
+    for operator, make in {
+        "kda_decode": decode_operands(finished, 5),
+        "kda_prefill": prefill_operands(finished, (4, 0, 5)),
+        "kda_commit": commit_operands(finished, (4, 8, 3), (3, 8, 2), LIMITS),
+    }.items():
+        name = f"{operator}/edges/gates-at-their-ends"
+        yield Case(name, operator, finished, LIMITS, closed(make), since=INTERP, fault=9)
+    large = saturated(conv_operands(plain, (1, 2, 5)))
+    yield Case("kda_conv/edges/saturated", "kda_conv", plain, LIMITS, large, since=INTERP, fault=19)
     zeros = zeros_of_both_signs(conv_operands(plain, (1, 2, 5)))
     yield Case("kda_conv/edges/signed-zeros", "kda_conv", plain, LIMITS, zeros, since=INTERP, fault=19)
     chunks = prefill_operands(spec, (66, 1, 64, 2))
@@ -160,6 +192,11 @@ WHY = {
     "kda_prefill/edges/around-a-chunk": "Sequences that end two rows behind a chunk, on it, and after one row.",
     "kda_prefill/edges/nan-in-a-row": "A NaN reaches its row and later ones; by 0 · NaN in a product, earlier ones.",
     "kda_prefill/edges/checkpoints": "A fresh sequence's state at 0 rows is zero; one beyond the end is not stored.",
+    **{
+        f"kda_{name}/edges/gates-at-their-ends": "Finished gates of 0 and 1: a state decays where nothing is added."
+        for name in ("decode", "prefill", "commit")
+    },
+    "kda_conv/edges/saturated": "SiLU of a sum far above 0 is the sum, far below 0 it is 0, never NaN.",
     "kda_conv/edges/signed-zeros": "Stored inputs keep their bits: −0 stays −0, of this call and of before it.",
     "kda_verify/edges/rows-behind": "Rows behind the last sequence give zeros, whatever they hold.",
     "kda_commit/edges/four-layers": "Both states of every layer advance, those between the first and the last too.",

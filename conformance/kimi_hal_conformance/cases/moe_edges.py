@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from kimi_hal import formats
 from kimi_hal.ops.moe import MoESpec, RouteSpec
 from kimi_hal.ops.spec import Limits
-from kimi_hal_conformance.case import INTERP, Case, Make, Operands, add
+from kimi_hal_conformance.case import INTERP, Case, Checkpoint, Make, Operands, add
 from kimi_hal_conformance.cases.moe import checkpoint
 from kimi_hal_conformance.draws import ints, normal
 
@@ -97,6 +98,19 @@ def broken_expert(spec: MoESpec) -> Make:
     return make
 
 
+def saturated(spec: MoESpec) -> Make:
+    """Return rows whose activations are all the product of their two bounds, which every dtype holds."""
+
+    def make(g: torch.Generator) -> Operands:
+        operands = dict(crowded(spec, 9)(g))
+        operands["x"] = operands["x"].abs() + 64
+        w13 = normal(g, spec.num_local, 2 * spec.intermediate, spec.hidden).abs() + 2
+        packed, scale = formats.experts(spec.weights).encode(w13)
+        return operands | {"weights": Checkpoint(**operands["weights"] | {"w13": packed, "w13_scale": scale})}
+
+    return make
+
+
 def cases() -> Iterator[Case]:
     """Routes and experts at their edges."""
     for topk in (1, 4):
@@ -129,6 +143,8 @@ def cases() -> Iterator[Case]:
     edges["large-beta"] = (gentle, crowded(gentle, 5, spread=12.0), 0)
     for label, (spec, make, fault) in edges.items():
         yield Case(f"moe_experts/edges/{label}", "moe_experts", spec, LIMITS, make, since=INTERP, fault=fault)
+    wide = MoESpec(**BASE, out_dtype="float32")
+    yield Case("moe_experts/edges/saturated", "moe_experts", wide, LIMITS, saturated(wide), since=INTERP)
     narrow = MoESpec(**BASE | {"hidden": 32, "intermediate": 32})
     full = crowded(narrow, 300)
     yield Case("moe_experts/edges/crowded-by-300", "moe_experts", narrow, MANY, full, since=INTERP, fault=17)
@@ -141,6 +157,7 @@ WHY = {
     "moe_experts/edges/crowded-expert": "More rows at one expert than a block holds.",
     "moe_experts/edges/crowded-by-300": "More rows at one expert than 8 bits count.",
     "moe_experts/edges/large-activations": "Activations at which tanh and the linear bound saturate.",
+    "moe_experts/edges/saturated": "Activations that bfloat16 holds, float32 results: what else is rounded shows.",
     "moe_experts/edges/scale-codes": "Scale codes 0 and 255: an expert that is broken is felt by its own rows alone.",
     "moe_experts/edges/no-bound": "No bound on the linear half.",
     "moe_experts/edges/bound-of-0": "A bound of 0 is none.",

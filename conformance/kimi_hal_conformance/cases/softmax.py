@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -206,6 +207,8 @@ def merge_cases() -> Iterator[Case]:
         "thirds": ((1.0, 3.0), (0.0, math.log(3.0)), 11),
         "two-of-four-empty": ((2.0, nan, 4.0, nan), (1.0, -inf, 1.0, inf), 2),
         "all-empty": ((nan, nan, nan), (-inf, inf, nan), 2),
+        "all-plus-inf": ((nan, 3.0), (inf, inf), 2),
+        "all-nan": ((nan, 3.0), (nan, nan), 2),
         "empty-and-minus-20000": ((nan, 2.0), (-inf, -20_000.0), 2),
         "plus-inf-is-empty": ((nan, 2.0), (inf, 0.5), 2),
         "far-apart": ((1.0, 5.0, 7.0), (3e4, -3e4, 3e4), 2),
@@ -266,6 +269,42 @@ def padded_rows_nan(make: Make) -> Make:
     return wrapped
 
 
+def equal_once_rounded(make: Make) -> Make:
+    """Return index queries and weights of ones, for which scores of keys of nearly ones are whole numbers."""
+
+    def wrapped(g: torch.Generator) -> Operands:
+        operands = dict(make(g))
+        for own in operands.get("ranks", [operands]):
+            own |= {name: torch.ones_like(own[name]) for name in ("index_q", "index_w")}
+        return operands
+
+    return wrapped
+
+
+def nearly_ones(lengths: Sequence[int]) -> Callable[[torch.Generator], Context]:
+    """Return requests with index keys of ones of which half have one larger element: bfloat16 scores are equal."""
+
+    def context(g: torch.Generator) -> Context:
+        found = Context.draw(g, lengths)
+        keys = [torch.ones_like(own) for own in found.keys]
+        for own in keys:
+            own[torch.rand(len(own), generator=g) < 0.5, 0] = 1.125
+        return Context(found.latents, keys)
+
+    return context
+
+
+def broken_latent(lengths: Sequence[int]) -> Callable[[torch.Generator], Context]:
+    """Return requests of which the first has a NaN in one latent."""
+
+    def context(g: torch.Generator) -> Context:
+        found = Context.draw(g, lengths)
+        found.latents[0][5, 7] = math.nan
+        return found
+
+    return context
+
+
 def dsa_cases() -> Iterator[Case]:
     """Classes 1, 2, 3, 7, 15, 22 on ``dsa_decode``."""
     one, two, four = dsa_spec(1), dsa_spec(2), dsa_spec(4)
@@ -279,6 +318,13 @@ def dsa_cases() -> Iterator[Case]:
     yield compose("empty-shards/four-ranks", four, dsa_operands(four, (2, 1, 70, 3), True), 2, 4)
     wide = dsa_spec(2, interleave=4)
     yield compose("bounds/two-ranks", wide, dsa_operands(wide, (5, 6, 9, 10, 57), True), 11, 2)
+    for label, spec in (("", one), ("/two-ranks", two)):
+        grouped, held = spec is two, (40, 30)
+        rounded = rounding(spec)
+        ties = dsa_operands(rounded, (70, 49), grouped, nearly_ones((70, 49)))
+        yield compose(f"equal-once-rounded{label}", rounded, equal_once_rounded(ties), 5, 2 * grouped)
+        broken = dsa_operands(spec, held, grouped, broken_latent(held))
+        yield compose(f"broken-latent{label}", spec, broken, 19, 2 * grouped)
     fnuz = dsa_spec(1, latent="latent.fp8.e4m3fnuz.tensor", index="index.fp8.e4m3fn.ue8m0x4.page64")
     yield compose("dialect-per-cache", fnuz, dsa_operands(fnuz, (70, 20), False), 22)
     other = dsa_spec(1, latent="latent.fp8.e4m3fn.tensor", index="index.fp8.e4m3fnuz.f32.page64")
@@ -286,6 +332,14 @@ def dsa_cases() -> Iterator[Case]:
     for name in ("latent.flashmla.656", "latent.bf16"):
         spec = dsa_spec(1, latent=name)
         yield compose(f"latent/{name}", spec, dsa_operands(spec, (50, 9), False), 23)
+
+
+def rounding(spec: DSASpec) -> DSASpec:
+    """Return the Spec with bfloat16 scores, and a weight of 1 for every head."""
+    query, indexer = replace(spec.query, weight_scale=1.0), replace(spec.indexer, score="bfloat16")
+    return replace(
+        spec, query=query, indexer=indexer, merge=spec.merge and replace(spec.merge, score="bfloat16")
+    )
 
 
 def compose(label: str, spec: DSASpec, make: Make, fault: int, ranks: int = 0) -> Case:
@@ -310,12 +364,16 @@ WHY = {
     "merge_attn_states/edges/thirds": "1 and 3 with natural LSEs of 0 and ln 3: 2.5; another base gives 2.36 or 2.66.",
     "merge_attn_states/edges/two-of-four-empty": "Two of four parts NaN with LSEs of −inf and +inf: the others alone.",
     "merge_attn_states/edges/all-empty": "Every part empty, each in its own way: 0 and −inf.",
+    "merge_attn_states/edges/all-plus-inf": "Every part empty by +inf: −inf, not their largest LSE.",
+    "merge_attn_states/edges/all-nan": "Every part empty by NaN: −inf, not their largest LSE.",
     "merge_attn_states/edges/empty-and-minus-20000": "An LSE of −20,000 beside an empty part: exactly its output.",
     "merge_attn_states/edges/plus-inf-is-empty": "An LSE of +inf stands for no key, as some kernels write it.",
     "merge_attn_states/edges/far-apart": "LSEs 60,000 apart, two of them equal.",
     "merge_attn_states/edges/largest": "LSEs at the end of float32.",
     "merge_attn_states/edges/heads": "Head counts and sizes off every tile, weights that differ by e^40, empty parts.",
     "dsa_decode/edges/all-keys-alike": "Every index key the same: each rank attends to the smallest positions.",
+    "dsa_decode/edges/equal-once-rounded": "Scores that are equal once rounded to bfloat16: position decides.",
+    "dsa_decode/edges/broken-latent": "A NaN in a selected latent: it propagates; of a group its rank is empty.",
     "dsa_decode/edges/lengths-around-k": "One key fewer than k, as many, one more, and one key.",
     "dsa_decode/edges/broken-padding": "A padding row whose every operand is NaN gives 0 and −inf.",
     "dsa_decode/edges/empty-shards": "Requests of fewer keys than ranks: some ranks have none.",

@@ -42,6 +42,15 @@ def beyond(make: Make, *names: str) -> Make:
     return wrapped
 
 
+def at_the_ends(make: Make) -> Make:
+    """Return three sequences, the first in the last slot and the last in the first."""
+
+    def wrapped(g: torch.Generator) -> Operands:
+        return {**make(g), "state_ids": ints([SLOTS - 1, 4, 0])}
+
+    return wrapped
+
+
 def into_own_slot(spec: KDASpec) -> Make:
     """Return a commit whose results go to other slots, and each row's checkpoint into the one it starts from."""
     make = elsewhere(spec, (2, 8, 3), (1, 0, 2))
@@ -74,6 +83,12 @@ def cases() -> Iterator[Case]:
     for name in ("out_ids", "checkpoint_ids"):
         yield case(f"kda_commit/edges/no-such-slot-of-{name}", KEPT, beyond(other, name), 3)
     yield case("kda_commit/edges/checkpoint-in-own-slot", KEPT, into_own_slot(KEPT), 10)
+    for operator, make in called.items():
+        yield case(f"{operator}/edges/first-and-last-slot", SPEC, at_the_ends(make), 3)
+    late = elsewhere(KEPT, (2, 8, 3), (3, 9, 4))
+    yield case("kda_commit/edges/checkpoint-beyond-accepted", KEPT, late, 10)
+    crowded = commit_operands(SPEC, (8, 8, 8), (9, 2**31 - 1, 8), LIMITS)
+    yield case("kda_commit/edges/more-than-room", SPEC, crowded, 10)
     empty = {
         "kda_conv": conv_operands(SPEC, (), tail=3),
         "kda_prefill": prefill_operands(SPEC, (), tail=3),
@@ -93,6 +108,9 @@ REASONS = {
     "no-such-slot": "A slot behind the pool's end is no slot: zeros, and no state changes, the last one's least.",
     "no-such-checkpoint": "A checkpoint's slot behind the pool's end is no slot: nothing is stored.",
     "checkpoint-in-own-slot": "A checkpoint overwrites the slot from which its row's result still has to start.",
+    "first-and-last-slot": "The pool's first slot and its last are slots like any other.",
+    "checkpoint-beyond-accepted": "A checkpoint behind the accepted rows is not stored.",
+    "more-than-room": "More accepted rows than a record has room for count as that many.",
     "no-sequence": "Rows but no sequence: zeros, and no state changes.",
 }
 OPERATORS = ("conv", "prefill", "decode", "verify", "commit", "layer_decode")

@@ -33,6 +33,11 @@ def merge(world: int, protocol: str, interleave: int = 1) -> TopKMergeSpec:
     )
 
 
+def replicated() -> TopKMergeSpec:
+    """Return a merge of which every rank holds all index keys."""
+    return replace(merge(3, "full"), dcp=DCP(world=3, interleave=5, index="replicated"))
+
+
 def far(spec: TopKMergeSpec, lengths: Sequence[int]) -> Make:
     """Return candidates all over requests of great length, the borders of segments among them."""
 
@@ -132,7 +137,7 @@ def stale(spec: TopKMergeSpec) -> Make:
     def make(g: torch.Generator) -> Operands:
         ranks = []
         for rank in range(spec.dcp.world):
-            own = DCP(world=spec.dcp.world, rank=rank, interleave=spec.dcp.interleave)
+            own = ownership.of_keys(replace(spec.dcp, rank=rank))
             lengths = (5, 40, 0)
             scores = torch.randn(len(lengths), K, generator=g) - 10.0
             indices = torch.full((len(lengths), K), 1 << 30, dtype=torch.int32)
@@ -141,6 +146,8 @@ def stale(spec: TopKMergeSpec) -> Make:
                 indices[row, :keys] = torch.randperm(keys, generator=g).int()
                 scores[row, keys:] = 100.0
                 indices[row, keys : keys + 2] = ints([ownership.local_length(n, own), -5])[: K - keys]
+                for columns in (indices, scores):  # a stale one stands before the others
+                    columns[row] = columns[row].roll(-keys + 1 if 0 < keys < K else 0)
             ranks.append(
                 {
                     "scores": scores.to(getattr(torch, spec.score)),
@@ -163,6 +170,8 @@ def cases() -> Iterator[Case]:
             yield case(f"{protocol}/far/{name}", spec, far(spec, lengths), fault=8)
             yield case(f"{protocol}/one-rank-wins/{name}", spec, one_rank_wins(spec), fault=6)
             yield case(f"{protocol}/stale-entries/{name}", spec, stale(spec), fault=4)
+    for label, spec in {"one-rank": merge(1, "full"), "replicated": replicated()}.items():
+        yield case(f"full/stale-entries/{label}", spec, stale(spec), fault=4)
     for protocol in PROTOCOLS:
         narrow = replace(merge(2, protocol), score="bfloat16")
         yield case(f"{protocol}/mostly-nan", narrow, mostly_nan(narrow), fault=5)

@@ -78,5 +78,19 @@ add(
             passes="flashinfer-bench",
             operators=("moe_experts",),
         ),
+        Mutant(
+            id="gather_input_kept_by_address",
+            file="reference/backend.py",
+            old="operands = {name: given[name] for name in (*self.inputs, *self.written)}",
+            new=(
+                "operands = {name: self.__dict__.setdefault(f'at{given[name].data_ptr()}', given[name].clone()) "
+                "if (self.op.name, name) == ('all_gather', 'x') else given[name] "
+                "for name in (*self.inputs, *self.written)}"
+            ),
+            breaks="What a rank gives is copied once for each address: later data is not seen.",
+            imitates="https://github.com/ROCm/aiter/pull/4812",
+            passes="flashinfer-bench",
+            operators=("all_gather",),
+        ),
     )
 )
