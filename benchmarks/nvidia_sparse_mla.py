@@ -33,20 +33,19 @@ from benchmarks.sparse_mla import CONTEXT, DECODES, DEVICE, FP8, NVFP4, PAGE, SC
 from kimi_hal.dispatch.contract import BuildContext, Sizes
 from kimi_hal.ops import OPERATORS, check
 from kimi_hal.ops.sparse_mla import SparseMLASpec
-from kimi_hal.ops.spec import Limits, Spec
+from kimi_hal.ops.spec import Limits
 from kimi_hal.reference import sparse_mla as reference
 
 PREFILLS = (1024, 4096, 16384)
 
 
-def built(operator: str, spec: Spec, rows: int) -> Callable[..., Any]:
+def built(spec: SparseMLASpec, rows: int) -> Callable[..., Any]:
     """Return the run function of the CUDA implementation."""
-    from kimi_hal_nvidia import merge_states, sparse_mla
+    from kimi_hal_nvidia.sparse_mla import build_sparse_mla
 
-    module = sparse_mla if operator == "sparse_mla" else merge_states
     limits = Limits(max_rows=rows, max_reqs=rows)
     context = BuildContext(
-        operator=operator,
+        operator="sparse_mla",
         spec=spec,
         limits=limits,
         device=DEVICE,
@@ -54,11 +53,10 @@ def built(operator: str, spec: Spec, rows: int) -> Callable[..., Any]:
         sizes=Sizes(),
         group=None,
         persistent=None,
-        check=check.compiled(OPERATORS[operator], spec, limits, device=DEVICE),
+        check=check.compiled(OPERATORS["sparse_mla"], spec, limits, device=DEVICE),
         settings={},
     )
-    run: Callable[..., Any] = getattr(module, f"build_{operator}")(context)
-    return run
+    return build_sparse_mla(context)
 
 
 def chosen(rows: int) -> Tensor:
@@ -77,7 +75,7 @@ def attend(name: str, heads: int, rows: int, parts: int = 0) -> dict[str, Any]:
     if parts:
         own.parts_of = lambda spec, limits: parts
     try:
-        run = built("sparse_mla", spec, rows)
+        run = built(spec, rows)
     finally:
         own.parts_of = planned
     q, cache, indices = portable.queries(rows, heads), portable.cache_of(name), chosen(rows)
