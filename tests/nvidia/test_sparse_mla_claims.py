@@ -49,11 +49,11 @@ def test_another_architecture_is_refused_by_name() -> None:
     assert refusals(SparseMLASpec(num_heads=12, latent=FP8), blackwell) == ["arch sm_100 is not sm_90"]
 
 
-def test_a_kernel_that_the_suite_has_passed_goes_before_the_portable_one() -> None:
+def test_a_kernel_that_the_suite_has_not_passed_stands_behind_the_portable_one() -> None:
     ranks = {
         i.name: max(p.rank for p in i.preferences) for i in IMPLEMENTATIONS if i.operator == "sparse_mla"
     }
-    assert ranks["cuda"] > ranks["triton"] > ranks["cuda_blackwell"]
+    assert ranks["cuda"] < ranks["triton"]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from kimi_hal.domain import Domain, OneOf, Range
 from kimi_hal.triton.claim_terms import DCP, ELEMENT, FLAG, FLOAT, ROW
 
 #: Behind the portable kernels, until the suite has passed on the device: never taken by ``auto``.
-BY_NAME = (Preference(rank=-20, measured="the suite has not run yet"),)
+BY_NAME = (Preference(rank=-20, measured="the suite has not passed yet"),)
 #: The suite has passed; a table of measurements says where the portable kernels are faster.
 PASSED = (
     Preference(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kimi_hal.dispatch.contract import Capability, Implementation, TensorCap
 from kimi_hal.domain import Domain, OneOf, Range
 from kimi_hal.triton.claim_terms import DCP, ELEMENT, FLAG, ROW
-from kimi_hal_nvidia.indexer_claims import BY_NAME, PASSED, REQUIRES
+from kimi_hal_nvidia.indexer_claims import BY_NAME, REQUIRES
 
 #: Cache rows are copied 16 bytes at a time.
 OPERANDS = {"q": ELEMENT, "cache": TensorCap(align=16), "indices": ELEMENT}
@@ -41,7 +41,7 @@ def _implementation(name: str, arch: tuple[str, ...], execution: str) -> Impleme
         name=name,
         build="kimi_hal_nvidia.sparse_mla:build_sparse_mla",
         capabilities=(Capability(arch=arch, spec=SPEC, tensors=OPERANDS, properties=ROW, requires=REQUIRES),),
-        preferences=PASSED if execution == "native" else BY_NAME,
+        preferences=BY_NAME,
         execution=(execution,),
         source=SOURCE,
         compile="kimi_hal_nvidia.sparse_mla_kernels:sparse_mla",
