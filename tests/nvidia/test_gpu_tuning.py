@@ -1,4 +1,4 @@
-"""On a GPU: a small run of ``kimi-hal bench --tune``, and plans that follow its table."""
+"""On a GPU: a small run of ``kimi-hal bench --tune``, and plans that follow its table and the shipped one."""
 
 from __future__ import annotations
 
@@ -46,3 +46,17 @@ def test_a_plan_takes_what_this_device_measured(tmp_path: Path, monkeypatch: pyt
         assert plan.name == f"nvidia.{fastest.implementation}"
         assert dict(plan.built.context.configuration) == dict(fastest.configuration)
         assert f"{path}, line " in plan.explain()
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_name() != "NVIDIA H200",
+    reason="needs an NVIDIA H200",
+)
+def test_on_an_h200_the_shipped_table_decides_unless_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = Limits(max_rows=64, max_reqs=64, max_context=32768)
+    plan = hal.plan("topk_select", TopKSpec(), limits, device="cuda")
+    assert "kimi_hal_nvidia/tables/h200.json, line " in plan.explain()
+    monkeypatch.setenv("KIMI_HAL_NVIDIA_TUNE", "off")
+    policy.thaw()
+    plan = hal.plan("topk_select", TopKSpec(), limits, device="cuda")
+    assert "h200.json" not in plan.explain()
