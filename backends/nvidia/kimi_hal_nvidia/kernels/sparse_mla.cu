@@ -32,9 +32,9 @@ enum Space { SLOT, POSITION, LOCAL };
 
 constexpr int KEYS = 64;  // of a tile
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
-// Probabilities are e^LIFT, 2^11, times what they are beside the reference, and at most e^(LIFT + SLACK), 2^15: float16
-// holds them.
-constexpr float LIFT = 11 * LN2, SLACK = 4 * LN2;
+// Exponentials beside the reference are at most e^SLACK, 2^4; times LIFT, so that small ones keep their bits, float16 holds
+// them. Sums are not lifted: the reference is a logit, and one key's LSE is that logit to the bit.
+constexpr float SLACK = 4 * LN2, LIFT = 2048.0f;
 
 // How a kernel is laid out: heads of a block, warpgroups that compute, tiles in shared memory.
 template <typename Format_, int HEADS_, int GROUPS_, int DEPTH_>
@@ -267,7 +267,7 @@ __device__ __forceinline__ void take_queries(Room<S>& room, const Attention& a, 
 template <typename S>
 struct Part {
   float o[8][S::HEADS / 8][4];
-  float base[S::PAIRS], total[S::PAIRS];  // base: LIFT less than the reference; -inf: none yet, +inf: a logit was
+  float base[S::PAIRS], total[S::PAIRS];  // base: the reference; -inf: none yet, +inf: a logit was
 };
 
 template <typename S>
@@ -299,7 +299,7 @@ __device__ __forceinline__ void keep(unsigned char* p, const float (&x)[S::HEADS
   for (int j = 0; j < S::HEADS / 8; ++j) {
 #pragma unroll
     for (int e = 0; e < 2; ++e)
-      *reinterpret_cast<__half2*>(p + place(8 * j + 2 * t + e, column)) = __floats2half2_rn(x[j][e], x[j][2 + e]);
+      *reinterpret_cast<__half2*>(p + place(8 * j + 2 * t + e, column)) = __floats2half2_rn(x[j][e] * LIFT, x[j][2 + e] * LIFT);
   }
 }
 
@@ -323,10 +323,10 @@ __device__ __forceinline__ void raise(Part<S>& part, Room<S>& room, float (&s)[S
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       int c = 2 * j + e, head = 8 * j + 2 * t + e;
-      float old = part.base[c], higher = old + LIFT;
+      float old = part.base[c], base = old;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) higher = fmaxf(higher, room.most[group][i][head]);
-      float base = higher - LIFT, less = finite(base) ? base : -LIFT;
+      for (int i = 0; i < 4; ++i) base = fmaxf(base, room.most[group][i][head]);
+      float less = finite(base) ? base : 0.0f;
       float kept = finite(base) ? exponential(old - base) : 1.0f;
       part.base[c] = base, part.total[c] *= kept;
 #pragma unroll
@@ -357,7 +357,7 @@ __device__ __forceinline__ void add_tile(Part<S>& part, Room<S>& room, const flo
         int c = 2 * j + (i & 1);
         bool there = i < 2 ? first : second;
         x[j][i] = fmaf(s[j][i], factor[c], -part.base[c]);
-        exceeds = exceeds || there && !(x[j][i] <= LIFT + SLACK);
+        exceeds = exceeds || there && !(x[j][i] <= SLACK);
         x[j][i] = there ? exponential(x[j][i]) : 0.0f;
       }
     }
@@ -461,7 +461,7 @@ __device__ __forceinline__ void weigh(Room<S>& room, const Attention& a, const I
   total *= weight;
 #pragma unroll
   for (int step = 16; step; step /= 2) total += __shfl_xor_sync(EVERY, total, step);
-  float unit = exp2f(S::Format::RAISED) * (a.k_scale ? __ldg(a.k_scale) : 1.0f);
+  float unit = exp2f(S::Format::RAISED) / LIFT * (a.k_scale ? __ldg(a.k_scale) : 1.0f);
   if (there && rank == part)
     room.share[group][head] = most == INFINITY ? NAN : unit / (total == 0.0f ? 1.0f : total) * weight;
   if (lane() == 0 && part == 0 && a.returns_lse)
