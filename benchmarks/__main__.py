@@ -19,6 +19,7 @@ BY_NAME_ONLY: frozenset[str] = frozenset(
         "sparse_mla",
         "suite_time",
         "tpu_chunks",
+        "tpu_conformance",
         "tpu_schedule",
         "tpu_layout",
         "tpu_torch_xla",
