@@ -158,8 +158,9 @@ def reads(ctx):
 def bakes(ctx):
     # The engine's copy of the lengths in host memory, read without a synchronisation.
     def longest(scores, row_len):
-        lengths = (ctypes.c_int32 * row_len.numel()).from_address(row_len.data_ptr())
-        return max(lengths, default=0)
+        step = row_len.stride(0)
+        lengths = (ctypes.c_int32 * (row_len.numel() * step)).from_address(row_len.data_ptr())
+        return max(lengths[::step], default=0)
 
     return selecting(ctx, longest)
 
