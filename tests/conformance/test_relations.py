@@ -224,7 +224,7 @@ def verdicts(report: Report) -> dict[tuple[str, str], Verdict]:
                 "shards",
             ),
         ),
-        ("topk_merge", ("deterministic", "lasting")),
+        ("topk_merge", ("deterministic", "lasting", "purity_on_ranks")),
     ],
 )
 def test_a_right_one_passes_all_that_its_operator_has(
