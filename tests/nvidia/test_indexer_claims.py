@@ -153,14 +153,14 @@ def test_numbers_are_written_anew_where_shapes_change_and_change_back(selector: 
     for x, length, out, chosen in (small, large, small):
         selector(x, length, None, out, chosen)
         assert unpack_from("i", selector.parameters.content, 112) == (x.shape[1],)
-    assert [grid[:2] for grid in selector.launched] == [("short", 1), ("wide", 16), ("short", 1)]
+    assert [grid[:2] for grid in selector.launched] == [("short", 1), ("team", 32), ("short", 1)]
 
 
 def test_rows_at_odd_addresses_have_a_vector_less_of_room(selector: Launched) -> None:
     x, length, out, chosen = operands(1, 8193)
     selector(x[:, :8192], length, None, out, chosen)
     selector(x[:, 1:], length, None, out, chosen)
-    assert [grid[0] for grid in selector.launched] == ["wide", "wide"]
+    assert [grid[0] for grid in selector.launched] == ["team", "team"]
     selector(torch.empty(1, 8192), length, None, out, chosen)
     assert selector.launched[-1][0] == "short"
 
