@@ -70,10 +70,15 @@ def test_without_a_compiler_the_build_says_what_to_install(monkeypatch: pytest.M
 LAYOUTS = """
 #include <cstdio>
 #include "scores.cuh"
+#include "together.cuh"
+#define LIKES LIKES_OF_HELD
+#include "held.cuh"
+#undef LIKES
 #include "slices.cuh"
 int main() {
   printf("%zu %zu\\n", sizeof(Selection), sizeof(Scoring));
-  printf("%zu %zu %zu\\n", sizeof(Tally), sizeof(Room<8192, 6144, true>), sizeof(Room<4096, 512, false>));
+  printf("%zu %zu %zu ", sizeof(HeldRoom<512, false>), sizeof(HeldRoom<512, true>), sizeof(HeldRoom<1024, true>));
+  printf("%zu %zu\\n", sizeof(Room<16, 512, 16384, true>), sizeof(Room<16, 256, 4096, false>));
 """
 
 
@@ -92,7 +97,7 @@ def test_the_same_compiler_makes_the_same_bytes(stem: str, arch: str, tmp_path: 
 def test_packed_structures_and_shared_memory_are_as_long_as_in_the_sources(tmp_path: Path) -> None:
     rings = [(e, r) for e in ("fp8", "fp4") for r in scores.RINGS]
     lines = [
-        f'printf("%zu\\n", sizeof(Ring<{e.title()}, {r.columns}, {r.groups}, {r.pages[e]}>));'
+        f'printf("%zu\\n", sizeof(Ring<{e.title()}, {r.columns}, {r.cut[e][0]}, {r.cut[e][1]}>));'
         for e, r in rings
     ]
     source = tmp_path / "layouts.cu"
@@ -111,5 +116,5 @@ def test_packed_structures_and_shared_memory_are_as_long_as_in_the_sources(tmp_p
     first, second, *sizes = said.splitlines()
     packed = [Parameters(module.ADDRESSES, module.NUMBERS).size for module in (topk, scores)]
     assert first == " ".join(map(str, packed))
-    assert second == " ".join(str(topk.FORMS[what][1]) for what in ("short", "wide", "many"))
+    assert second == " ".join(str(shared) for _, _, shared in topk.FORMS.values())
     assert [int(size) for size in sizes] == [r.shared(e) for e, r in rings]
