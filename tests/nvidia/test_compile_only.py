@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="Triton is not installed: nothing can be co
 
 #: Target -> how its matrix unit's instructions begin.
 MATRIX = {
-    "sm_90a": r"wgmma\.mma_async|HGMMA|HMMA\.16816\.F32",
+    "sm_90a": r"wgmma\.mma_async|[HQ]GMMA|HMMA\.16816\.F32",
     "sm_100a": r"tcgen05\.mma|HMMA\.16816\.F32",
     "sm_103a": r"tcgen05\.mma|HMMA\.16816\.F32",
 }
