@@ -40,7 +40,7 @@ FIRST_CASE = 60.0
 GRACE = 3.0
 #: After so many lost cases in a row the rest of an implementation's are not tried.
 LOST_IN_A_ROW = 3
-#: What is said of the input of a case whose process was lost.
+#: What is said of the input of a case whose process was lost, and of one whose process ended itself.
 NOT_CUT = "the whole case: what ends its process is not cut down"
 LEFT_UNUSABLE = "the whole case: it left the device unusable, and the process ended"
 #: Characters kept of what a process printed.

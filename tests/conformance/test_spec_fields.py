@@ -1,4 +1,4 @@
-"""Every field of every Spec is tried at two values at least, numbers at one that no power of two divides evenly."""
+"""Every field of every Spec is tried at two values at least, numbers at one that is no power of two."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_only_the_implementation_that_rounds_probabilities_says_so() -> None:
     assert declared == {"triton": (), "triton_p16": ("attn.p=bf16",)}
 
 
-def test_a_width_of_one_leaves_the_loop_a_loop() -> None:
+def test_a_kernel_is_not_compiled_anew_for_a_width_of_one() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     from kimi_hal.triton import attention
 

@@ -167,7 +167,7 @@ def not_read() -> Iterator[Case]:
         yield Case(f"{operator}/fields/not-read", operator, spec, KDA_LIMITS, make, since=INTERP)
 
 
-RUNS = "Runs of five keys over three ranks, and pages of 24: no power of two divides them."
+RUNS = "Runs of five keys over three ranks, and pages of 24: none is a power of two."
 NOT_READ = "A field that only other operators of the layer's one Spec read: it changes nothing."
 WHY = {
     "kda_layer_decode/fields/": "Another epsilon, scale, bound and norm than the model's: none is a constant.",

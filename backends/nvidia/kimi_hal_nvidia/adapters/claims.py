@@ -9,7 +9,8 @@ from kimi_hal.dispatch.contract import Capability, Implementation, Preference, P
 from kimi_hal.domain import Domain, OneOf, Range
 from kimi_hal.triton.claim_terms import DCP, ELEMENT, FLAG
 
-#: Behind everything of this backend's own: taken by name, or where a Spec admits what it rounds and nothing else fits.
+#: Behind everything of this backend's own: taken by name, or where a Spec admits what it rounds and nothing else fits
+#: or a table of measurements puts it first.
 BEHIND = (Preference(rank=-30),)
 HOPPER = ("sm_90",)
 #: Selections whose ties, NaN and signed zeros are not the contract's.
