@@ -14,6 +14,7 @@ BY_NAME_ONLY: frozenset[str] = frozenset(
     {
         "false_alarms",
         "indexer",
+        "nvidia_dsa",
         "nvidia_indexer",
         "nvidia_sparse_mla",
         "sparse_mla",

@@ -26,16 +26,13 @@ ONE = Limits(max_rows=1, max_reqs=1)
 MANY = Limits(max_rows=4096, max_reqs=64)
 FN, FNUZ = "latent.fp8.e4m3fn.tensor", "latent.fp8.e4m3fnuz.tensor"
 NVFP4, RECORD, WIDE = "latent.nvfp4.352", "latent.flashmla.656", "latent.bf16"
-NOT_RUN = (RECORD, WIDE)
 #: An architecture on which keys are left small, and one of which nothing is known.
 ARCHITECTURES = ("sm_90", "")
 
 
 def planned(operator: str, spec: Any, limits: Limits = FEW) -> Callable[..., Any]:
-    # Formats that no device has run yet are claimed for the interpreter alone, under a name of their own.
-    untried = operator == "sparse_mla" and spec.latent in NOT_RUN
-    name = "nvidia.triton_not_run" if untried else "nvidia.triton"
-    return on_device(hal.plan(operator, spec, limits, device=DEVICE, implementation=name).run, DEVICE)
+    run = hal.plan(operator, spec, limits, device=DEVICE, implementation="nvidia.triton").run
+    return on_device(run, DEVICE)
 
 
 def built(spec: SparseMLASpec, limits: Limits, arch: str) -> Callable[..., Any]:
