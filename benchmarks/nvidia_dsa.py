@@ -25,8 +25,8 @@ from benchmarks import indexer, nvidia_indexer
 from benchmarks import sparse_mla as portable
 from benchmarks.indexer import copy_rate, microseconds
 from benchmarks.nvidia_indexer import Peers, cell
-from benchmarks.nvidia_sparse_mla import FlashMLA, keep_cells, peer
-from benchmarks.record import RESULTS
+from benchmarks.nvidia_sparse_mla import FlashMLA, peer
+from benchmarks.record import RESULTS, keep_cells
 from kimi_hal import formats
 from kimi_hal.ops.composites import DSASpec
 from kimi_hal.ops.indexer import IndexerTopKSpec, IndexQuerySpec

@@ -29,7 +29,7 @@ from torch import Tensor
 
 import kimi_hal as hal
 from benchmarks import indexer
-from benchmarks.record import RESULTS
+from benchmarks.record import keep_cells
 from kimi_hal import formats
 from kimi_hal.dispatch.contract import BuildContext, Sizes
 from kimi_hal.ops import OPERATORS, check
@@ -357,18 +357,7 @@ def main() -> None:
                 print(line, end="", flush=True)
                 if line.startswith("{"):
                     lines.append(json.loads(line))
-    keep(joined(lines))
-
-
-def keep(cells: list[dict[str, Any]]) -> None:
-    """Write cells in place of those of an earlier run."""
-    path = RESULTS / "h200" / "summary.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    mine = {(one["operator"], one["cell"]) for one in cells}
-    kept = json.loads(path.read_text()) if path.is_file() else []
-    cells = [one for one in kept if (one["operator"], one["cell"]) not in mine] + cells
-    lines = ",\n".join(f"  {json.dumps(one, ensure_ascii=False)}" for one in cells)
-    path.write_text(f"[\n{lines}\n]\n")
+    keep_cells(joined(lines))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import glob
 import importlib.util
-import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,7 +27,7 @@ from torch import Tensor
 from benchmarks import sparse_mla as portable
 from benchmarks.indexer import copy_rate, microseconds
 from benchmarks.nvidia_indexer import cell
-from benchmarks.record import RESULTS, keep
+from benchmarks.record import keep, keep_cells
 from benchmarks.sparse_mla import CONTEXT, DECODES, DEVICE, FP8, NVFP4, PAGE, SCALE, TOKENS, TOPK
 from kimi_hal.dispatch.contract import BuildContext, Sizes
 from kimi_hal.ops import OPERATORS, check
@@ -146,18 +145,6 @@ def peer(ask: Callable[[], float]) -> float | None:
     except Exception as error:
         print(f"FlashMLA: {type(error).__name__}: {str(error)[:200]}", flush=True)
         return None
-
-
-def keep_cells(cells: list[dict[str, Any]]) -> None:
-    """Write cells to the summary; they replace those of their operators of an earlier run."""
-    path = RESULTS / "h200" / "summary.json"
-    mine = {one["operator"] for one in cells}
-    kept = json.loads(path.read_text()) if path.is_file() else []
-    lines = ",\n".join(
-        f"  {json.dumps(one, ensure_ascii=False)}"
-        for one in [*(one for one in kept if one["operator"] not in mine), *cells]
-    )
-    path.write_text(f"[\n{lines}\n]\n")
 
 
 def shares(figures: dict[str, Any], rate: float) -> Iterator[dict[str, Any]]:

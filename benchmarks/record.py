@@ -27,3 +27,12 @@ def keep(name: str, figures: dict[str, Any]) -> Path:
     path.write_text(json.dumps(about | {"figures": figures}, indent=2) + "\n")
     print(f"kept in {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
     return path
+
+
+def keep_cells(cells: list[dict[str, Any]]) -> None:
+    """Write cells to ``results/h200/summary.json``; they replace all those of their operators of an earlier run."""
+    path = RESULTS / "h200" / "summary.json"
+    mine = {one["operator"] for one in cells}
+    kept = json.loads(path.read_text()) if path.is_file() else []
+    cells = [*(one for one in kept if one["operator"] not in mine), *cells]
+    path.write_text("[\n" + ",\n".join(f"  {json.dumps(one, ensure_ascii=False)}" for one in cells) + "\n]\n")

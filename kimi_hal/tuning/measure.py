@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,21 +21,6 @@ FLUSH = 256 << 20
 CALLS = (5, 60)
 
 
-@dataclass(frozen=True)
-class Timing:
-    """What one candidate took.
-
-    Args:
-        us: median microseconds of a call.
-        calls: how many were timed.
-        captured: they were replays of a graph.
-    """
-
-    us: float
-    calls: int
-    captured: bool
-
-
 class Flush:
     """Memory that is written between calls; none on the host, whose caches an engine's own work turns over."""
 
@@ -49,8 +33,8 @@ class Flush:
             self.room.zero_()
 
 
-def timed(wanted: Wanted, work: Work, hooks: DeviceHooks, budget: float, flush: Callable[[], None]) -> Timing:
-    """Plan a candidate and time it.
+def timed(wanted: Wanted, work: Work, hooks: DeviceHooks, budget: float, flush: Callable[[], None]) -> float:
+    """Plan a candidate, time it, and return the median microseconds of a call.
 
     Args:
         wanted: names the implementation and its configuration.
@@ -64,17 +48,17 @@ def timed(wanted: Wanted, work: Work, hooks: DeviceHooks, budget: float, flush: 
         RuntimeError: whatever the device raises.
     """
     plan = make(wanted)
-    call, captured = _ready(plan, work, hooks)
+    call = _ready(plan, work, hooks)
     call()
     least, most = CALLS
     times: list[float] = []
     while len(times) < least or (sum(times) < budget and len(times) < most):
         flush()
         times.append(hooks.time(call))
-    return Timing(statistics.median(times) * 1e6, len(times), captured)
+    return statistics.median(times) * 1e6
 
 
-def _ready(plan: Plan, work: Work, hooks: DeviceHooks) -> tuple[Callable[[], None], bool]:
+def _ready(plan: Plan, work: Work, hooks: DeviceHooks) -> Callable[[], None]:
     """Return a call into given buffers, as a graph's replay where the plan promises that."""
     op = get(plan.operator.name)
     given: dict[str, Any] = dict(work.operands) | scratch(plan, op, _present(work.operands))
@@ -89,8 +73,8 @@ def _ready(plan: Plan, work: Work, hooks: DeviceHooks) -> tuple[Callable[[], Non
     if plan.properties.capture == "full":
         replay = hooks.capture(call)
         if replay is not None:
-            return replay, True
-    return call, False
+            return replay
+    return call
 
 
 def _present(operands: Mapping[str, Any]) -> dict[str, Any]:

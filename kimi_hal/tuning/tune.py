@@ -165,11 +165,11 @@ class Bench:
                 configuration=configuration,
             )
             try:
-                took = timed(wanted, work, self.hooks, question.budget, self.flush)
+                us = timed(wanted, work, self.hooks, question.budget, self.flush)
             except (KimiHalError, RuntimeError) as error:
                 say(f"  {found.full_name}: {type(error).__name__}: {str(error).splitlines()[0]}")
                 continue
-            yield Entry(found.implementation.name, round(took.us, 2), dict(configuration), source)
+            yield Entry(found.implementation.name, round(us, 2), dict(configuration), source)
 
 
 def ranked(entries: Sequence[Entry], ranks: dict[str, float]) -> tuple[Entry, ...]:
