@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -98,10 +98,8 @@ def scratch(blocks: Blocks, size: int) -> list[Any]:
         pltpu.VMEM((BUFFERS, size, blocks.hidden), jnp.float32),  # rows of this tile and of the next
         pltpu.VMEM((size, blocks.hidden), jnp.bfloat16),  # this tile's, as they are multiplied
         pltpu.VMEM((size, blocks.hidden), jnp.float32),  # their experts' result
-        pltpu.VMEM(
-            (size, blocks.hidden), jnp.float32
-        ),  # of groups of small scales, and whether there were any
-        pltpu.SMEM((1,), jnp.int32),
+        pltpu.VMEM((size, blocks.hidden), jnp.float32),  # that of groups of small scales
+        pltpu.SMEM((1,), jnp.int32),  # whether there were any
         pltpu.VMEM((size, 2 * blocks.columns), jnp.float32),  # gate and up of a block
         pltpu.VMEM((size, blocks.hidden), jnp.float32),  # the rows' sums so far
         pltpu.VMEM((blocks.hidden // mxfp4.GROUP, 2 * blocks.columns), jnp.float32),
@@ -127,114 +125,135 @@ def each(count: Array, do: Callable[[Array], None]) -> None:
     jax.lax.fori_loop(0, count, lambda r, _: do(r), None)
 
 
-def _kernel(
-    expert: Ref,
-    count: Ref,
-    used: Ref,
-    rows: Ref,
-    next_rows: Ref,
-    weights: Ref,
-    x: Ref,
-    zeros: Ref,
-    w13: Ref,
-    w13_scale: Ref,
-    w2: Ref,
-    w2_scale: Ref,
-    y: Ref,
-    fetched: Ref,
-    inputs: Ref,
-    result: Ref,
-    small: Ref,
-    has_small: Ref,
-    both: Ref,
-    sums: Ref,
-    scale13: Ref,
-    scale2: Ref,
-    reading: Ref,
-    summing: Ref,
-    *,
-    spec: MoESpec,
-    blocks: Blocks,
-    float4: bool,
-) -> None:
-    del expert, zeros
+class Work(NamedTuple):
+    """What a step of the grid has before it: prefetched numbers, operands, the result, and ``scratch`` in its order."""
+
+    expert: Ref
+    count: Ref
+    used: Ref
+    rows: Ref
+    next_rows: Ref
+    weights: Ref
+    x: Ref
+    zeros: Ref
+    w13: Ref
+    w13_scale: Ref
+    w2: Ref
+    w2_scale: Ref
+    y: Ref
+    fetched: Ref
+    inputs: Ref
+    result: Ref
+    small: Ref
+    has_small: Ref
+    both: Ref
+    sums: Ref
+    scale13: Ref
+    scale2: Ref
+    reading: Ref
+    summing: Ref
+
+    def fetch(self, tile: Array, r: Array, row: Array | int) -> Any:
+        """Return the copy of a row into a tile's buffer."""
+        target = self.fetched.at[tile % BUFFERS, pl.ds(r, 1)]
+        return pltpu.make_async_copy(self.x.at[pl.ds(row, 1)], target, self.reading.at[tile % 2])
+
+    def load(self, r: Array, row: Array | int) -> Any:
+        """Return the copy of a row's sum so far."""
+        return pltpu.make_async_copy(self.y.at[pl.ds(row, 1)], self.sums.at[pl.ds(r, 1)], self.summing)
+
+    def save(self, r: Array, row: Array | int) -> Any:
+        """Return the copy of a row's sum back."""
+        return pltpu.make_async_copy(self.sums.at[pl.ds(r, 1)], self.y.at[pl.ds(row, 1)], self.summing)
+
+
+def _kernel(*refs: Ref, spec: MoESpec, blocks: Blocks, float4: bool) -> None:
+    work = Work(*refs)
     tile, step = pl.program_id(0), pl.program_id(1)
-    own = count[tile]
-
-    def fetch(tile: Array, r: Array, row: Array) -> Any:
-        target = fetched.at[tile % BUFFERS, pl.ds(r, 1)]
-        return pltpu.make_async_copy(x.at[pl.ds(row, 1)], target, reading.at[tile % 2])
-
-    def load(r: Array, row: Array) -> Any:
-        return pltpu.make_async_copy(y.at[pl.ds(row, 1)], sums.at[pl.ds(r, 1)], summing)
-
-    def save(r: Array, row: Array) -> Any:
-        return pltpu.make_async_copy(sums.at[pl.ds(r, 1)], y.at[pl.ds(row, 1)], summing)
+    own = work.count[tile]
 
     @pl.when((tile == 0) & (step == 0))
     def _first() -> None:
-        each(own, lambda r: fetch(tile, r, rows[0, 0, r]).start())
+        each(own, lambda r: work.fetch(tile, r, work.rows[0, 0, r]).start())
 
-    @pl.when((tile < used[0]) & (step == 0))
+    @pl.when((tile < work.used[0]) & (step == 0))
     def _begin() -> None:
-        @pl.when(tile + 1 < used[0])
-        def _next() -> None:
-            each(count[tile + 1], lambda r: fetch(tile + 1, r, next_rows[0, 0, r]).start())
+        begin(work, tile, own)
 
-        @pl.when(tile > 0)
-        def _settle() -> None:
-            each(count[tile - 1], lambda r: save(r, 0).wait())
-
-        each(own, lambda r: load(r, rows[0, 0, r]).start())
-        each(own, lambda r: fetch(tile, r, 0).wait())
-        inputs[...] = fetched[tile % BUFFERS].astype(jnp.bfloat16)
-        result[...] = jnp.zeros_like(result)
-        has_small[0] = 0
-
-    @pl.when(tile < used[0])
+    @pl.when(tile < work.used[0])
     def _block() -> None:
-        scale13[...] = mxfp4.scales(w13_scale[0, 0])
-        both[...] = gate_and_up(inputs, w13.at[0, 0], scale13, float4)
+        multiply(work, step, spec, blocks, float4)
 
-        @pl.when(mxfp4.any_small(w13_scale[0, 0]))
-        def _small_inputs() -> None:
-            scale13[...] = mxfp4.small_scales(w13_scale[0, 0])
-            both[...] += gate_and_up(inputs, w13.at[0, 0], scale13, float4) * mxfp4.BACK * mxfp4.BACK
-
-        hidden = activation(spec, both[:, : blocks.columns], both[:, blocks.columns :])
-        column = step * blocks.columns + jax.lax.broadcasted_iota(jnp.int32, hidden.shape, 1)
-        # Padding's gate is no number where a row is infinite, and must not reach the columns that are.
-        hidden = jnp.where(column < spec.intermediate, hidden, 0.0).astype(jnp.bfloat16)
-        scale2[...] = mxfp4.scales(w2_scale[0, 0])
-        add_down(result, hidden, w2.at[0, 0], scale2, float4)
-
-        @pl.when(mxfp4.any_small(w2_scale[0, 0]))
-        def _small_outputs() -> None:
-            @pl.when(has_small[0] == 0)
-            def _clear() -> None:
-                small[...] = jnp.zeros_like(small)
-                has_small[0] = 1
-
-            scale2[...] = mxfp4.small_scales(w2_scale[0, 0])
-            add_down(small, hidden, w2.at[0, 0], scale2, float4)
-
-    @pl.when((tile < used[0]) & (step == blocks.count - 1))
+    @pl.when((tile < work.used[0]) & (step == blocks.count - 1))
     def _end() -> None:
-        each(own, lambda r: load(r, 0).wait())
-        # A product and a sum of their own: fused, their bits would depend on the tile's size.
-        result[...] *= column_of(weights[0])
-        sums[...] += result[...]
+        end(work, tile, own)
 
-        @pl.when(has_small[0] == 1)
-        def _add_small() -> None:
-            # Half of the factor goes before the weight, which may be as large, and half after it.
-            sums[...] += small[...] * mxfp4.BACK * column_of(weights[0]) * mxfp4.BACK
 
-        each(own, lambda r: save(r, rows[0, 0, r]).start())
+def begin(work: Work, tile: Array, own: Array) -> None:
+    """Start the next tile's rows on their way, let the last one's sums arrive, and take this one's rows."""
 
-        @pl.when(tile + 1 == used[0])
-        def _settle() -> None:
-            each(own, lambda r: save(r, 0).wait())
+    @pl.when(tile + 1 < work.used[0])
+    def _next() -> None:
+        each(work.count[tile + 1], lambda r: work.fetch(tile + 1, r, work.next_rows[0, 0, r]).start())
+
+    @pl.when(tile > 0)
+    def _settle() -> None:
+        each(work.count[tile - 1], lambda r: work.save(r, 0).wait())
+
+    each(own, lambda r: work.load(r, work.rows[0, 0, r]).start())
+    each(own, lambda r: work.fetch(tile, r, 0).wait())
+    work.inputs[...] = work.fetched[tile % BUFFERS].astype(jnp.bfloat16)
+    work.result[...] = jnp.zeros_like(work.result)
+    work.has_small[0] = 0
+
+
+def multiply(work: Work, step: Array, spec: MoESpec, blocks: Blocks, float4: bool) -> None:
+    """Add a block of the intermediate width to the result; groups of small scales by products of their own."""
+    work.scale13[...] = mxfp4.scales(work.w13_scale[0, 0])
+    work.both[...] = gate_and_up(work.inputs, work.w13.at[0, 0], work.scale13, float4)
+
+    @pl.when(mxfp4.any_small(work.w13_scale[0, 0]))
+    def _small_inputs() -> None:
+        work.scale13[...] = mxfp4.small_scales(work.w13_scale[0, 0])
+        work.both[...] += (
+            gate_and_up(work.inputs, work.w13.at[0, 0], work.scale13, float4) * mxfp4.BACK * mxfp4.BACK
+        )
+
+    hidden = activation(spec, work.both[:, : blocks.columns], work.both[:, blocks.columns :])
+    column = step * blocks.columns + jax.lax.broadcasted_iota(jnp.int32, hidden.shape, 1)
+    # Padding's gate is no number where a row is infinite, and must not reach the columns that are.
+    hidden = jnp.where(column < spec.intermediate, hidden, 0.0).astype(jnp.bfloat16)
+    work.scale2[...] = mxfp4.scales(work.w2_scale[0, 0])
+    add_down(work.result, hidden, work.w2.at[0, 0], work.scale2, float4)
+
+    @pl.when(mxfp4.any_small(work.w2_scale[0, 0]))
+    def _small_outputs() -> None:
+        @pl.when(work.has_small[0] == 0)
+        def _clear() -> None:
+            work.small[...] = jnp.zeros_like(work.small)
+            work.has_small[0] = 1
+
+        work.scale2[...] = mxfp4.small_scales(work.w2_scale[0, 0])
+        add_down(work.small, hidden, work.w2.at[0, 0], work.scale2, float4)
+
+
+def end(work: Work, tile: Array, own: Array) -> None:
+    """Add the weighted result to the rows' sums and send them back; wait for those of the last tile."""
+    each(own, lambda r: work.load(r, 0).wait())
+    # A product and a sum of their own: fused, their bits would depend on the tile's size.
+    work.result[...] *= column_of(work.weights[0])
+    work.sums[...] += work.result[...]
+
+    @pl.when(work.has_small[0] == 1)
+    def _add_small() -> None:
+        # Half of the factor goes before the weight, which may be as large, and half after it.
+        work.sums[...] += work.small[...] * mxfp4.BACK * column_of(work.weights[0]) * mxfp4.BACK
+
+    each(own, lambda r: work.save(r, work.rows[0, 0, r]).start())
+
+    @pl.when(tile + 1 == work.used[0])
+    def _settle() -> None:
+        each(own, lambda r: work.save(r, 0).wait())
 
 
 def column_of(row: Array) -> Array:
