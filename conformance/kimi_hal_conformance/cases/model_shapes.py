@@ -91,7 +91,9 @@ def of_heads(tp: int, specs: dict[str, Any]) -> Iterator[Case]:
         "kda_layer_decode": kda_operands(kda, 2),
     }
     for operator, make in makes.items():
-        yield case(operator, f"tp{tp}", kda, make, since)
+        # The layer's own operators stand in standard at every size, which has minutes to keep to.
+        whole = operator == "kda_layer_decode" and tp <= 2
+        yield case(operator, f"tp{tp}", kda, make, FULL if whole else since)
     parts = MergeSpec(parts=8, num_heads=K3_1_PRO.heads(tp), return_lse=True)
     yield case("merge_attn_states", f"tp{tp}", parts, merge_operands(parts, 3), QUICK)
     dsa = specs["dsa_decode"]
