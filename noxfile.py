@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
+import time
 from pathlib import Path
 
 import nox
+from nox.command import CommandFailed
 
 nox.options.default_venv_backend = "venv"
 nox.options.reuse_existing_virtualenvs = True
@@ -16,6 +19,10 @@ nox.options.error_on_missing_interpreters = True
 
 ROOT = Path(__file__).parent
 DISTRIBUTIONS = (".", "conformance", "backends/tpu")
+#: What an environment takes on disk while it is made, its packages' downloads included, in GB.
+ROOM = {"tpu_jax": 4, "tpu_xla": 13}
+#: Seconds before an installation that failed is tried again: gigabytes come over networks that break off.
+PAUSES = (10, 60)
 
 
 def prepare(session: nox.Session, requirements: str) -> None:
@@ -26,10 +33,29 @@ def prepare(session: nox.Session, requirements: str) -> None:
     stamp = Path(session.virtualenv.location) / ".installed"
     if stamp.is_file() and stamp.read_text() == wanted:
         return
-    session.install("--disable-pip-version-check", "-r", f"requirements/{requirements}")
+    free = shutil.disk_usage(ROOT).free / 1e9
+    if free < ROOM[session.name]:
+        session.error(
+            f"{session.name} takes {ROOM[session.name]} GB on disk while it is made, and {free:.1f} GB are free; "
+            "SKIP_PARTS=tpu make test leaves it out"
+        )
+    install(session, "-r", f"requirements/{requirements}")
     editable = [word for path in DISTRIBUTIONS for word in ("-e", path)]
-    session.install("--disable-pip-version-check", "--no-build-isolation", "--no-deps", *editable)
+    install(session, "--no-build-isolation", "--no-deps", *editable)
     stamp.write_text(wanted)
+
+
+def install(session: nox.Session, *what: str) -> None:
+    """Install with pip, again where it fails; what was downloaded whole is in pip's cache."""
+    for pause in (*PAUSES, None):
+        try:
+            session.install("--disable-pip-version-check", *what)
+            return
+        except CommandFailed:
+            if pause is None:
+                raise
+            session.log(f"pip failed; again in {pause} s")
+            time.sleep(pause)
 
 
 def test(session: nox.Session, folder: str) -> None:
