@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
 from kimi_hal.ops.kda import KDASpec
 from kimi_hal.ops.spec import Limits
-from kimi_hal_conformance.case import INTERP, Case, Make, Operands, add
+from kimi_hal_conformance.case import INTERP, QUICK, Case, Make, Operands, add
 from kimi_hal_conformance.cases.kda import (
     checkpointed,
     commit_operands,
@@ -22,6 +23,8 @@ from kimi_hal_conformance.draws import ints, normal
 
 LIMITS = Limits(max_rows=256, max_reqs=16, rows_per_req=8, uniform=False)
 BF16 = torch.bfloat16
+WIDE, PLAIN = KDASpec(num_heads=2, head_dim=32), KDASpec(num_heads=2, head_dim=16)
+KEPT = replace(PLAIN, checkpoints=True)
 
 
 def far_gates(spec: KDASpec) -> Make:
@@ -139,50 +142,70 @@ def elsewhere(spec: KDASpec, accepted: Sequence[int], lens: Sequence[int] = ()) 
     return wrapped
 
 
-def cases() -> Iterator[Case]:
-    """Both gates, rows of small norm, sequences whose last chunk is not full."""
+def edge(operator: str, label: str, spec: KDASpec, make: Make, fault: int = 0, since: str = INTERP) -> Case:
+    """Return a case of an operator of the family."""
+    return Case(f"{operator}/edges/{label}", operator, spec, LIMITS, make, since=since, fault=fault)
+
+
+def far_gate_cases() -> Iterator[Case]:
+    """Both gates at arguments beyond the range of exp."""
     for label, bound in (("bounded", -5.0), ("unbounded", None)):
         spec = KDASpec(num_heads=2, head_dim=32, lower_bound=bound)
-        yield Case(
-            f"kda_gate/edges/far/{label}", "kda_gate", spec, LIMITS, far_gates(spec), since=INTERP, fault=9
-        )
-    spec = KDASpec(num_heads=2, head_dim=32)
-    decode, prefill = decode_operands(spec, 6), prefill_operands(spec, (4, 0, 5))
-    yield Case("kda_decode/edges/small-norm", "kda_decode", spec, LIMITS, small_rows(decode), since=INTERP)
-    yield Case("kda_prefill/edges/small-norm", "kda_prefill", spec, LIMITS, small_rows(prefill), since=INTERP)
-    plain, kept = KDASpec(num_heads=2, head_dim=16), KDASpec(num_heads=2, head_dim=16, checkpoints=True)
+        yield edge("kda_gate", f"far/{label}", spec, far_gates(spec), 9)
+
+
+def small_norm_cases() -> Iterator[Case]:
+    """Rows of small norm, in one step and in a chunk."""
+    decode, prefill = decode_operands(WIDE, 6), prefill_operands(WIDE, (4, 0, 5))
+    yield edge("kda_decode", "small-norm", WIDE, small_rows(decode))
+    yield edge("kda_prefill", "small-norm", WIDE, small_rows(prefill))
+
+
+def commit_cases() -> Iterator[Case]:
+    """Results and checkpoints that go elsewhere, of one layer and of several."""
     layered = KDASpec(num_heads=2, head_dim=16, checkpoints=True, num_layers=2)
     stacked = KDASpec(num_heads=1, head_dim=16, num_layers=4)
-    commits = {
-        "to-other-slots": (plain, elsewhere(plain, (2, 8, 2))),
-        "checkpoints": (kept, elsewhere(kept, (2, 8, 3), (1, 8, 2))),
-        "two-layers": (layered, elsewhere(layered, (3, 0, 3), (0, 0, 3))),
-        "four-layers": (stacked, elsewhere(stacked, (3, 8, 0))),
-    }
-    for label, (commit, make) in commits.items():
-        name = f"kda_commit/edges/{label}"
-        yield Case(name, "kda_commit", commit, LIMITS, make, since=INTERP, fault=10)
-    missed = checkpointed(prefill_operands(kept, (5, 20, 33)), (16, 0, 48))
-    yield Case("kda_prefill/edges/checkpoints", "kda_prefill", kept, LIMITS, missed, since=INTERP, fault=10)
-    behind = more_rows(verify_operands(plain, (4, 2, 1), LIMITS), 3)
-    yield Case("kda_verify/edges/rows-behind", "kda_verify", plain, LIMITS, behind, since=INTERP, fault=3)
-    finished = KDASpec(num_heads=2, head_dim=16, gate="log")
-    for operator, make in {
-        "kda_decode": decode_operands(finished, 5),
-        "kda_prefill": prefill_operands(finished, (4, 0, 5)),
-        "kda_commit": commit_operands(finished, (4, 8, 3), (3, 8, 2), LIMITS),
-    }.items():
-        name = f"{operator}/edges/gates-at-their-ends"
-        yield Case(name, operator, finished, LIMITS, closed(make), since=INTERP, fault=9)
-    large = saturated(conv_operands(plain, (1, 2, 5)))
-    yield Case("kda_conv/edges/saturated", "kda_conv", plain, LIMITS, large, since=INTERP, fault=19)
-    zeros = zeros_of_both_signs(conv_operands(plain, (1, 2, 5)))
-    yield Case("kda_conv/edges/signed-zeros", "kda_conv", plain, LIMITS, zeros, since=INTERP, fault=19)
-    chunks = prefill_operands(spec, (66, 1, 64, 2))
+    for label, spec, make in (
+        ("to-other-slots", PLAIN, elsewhere(PLAIN, (2, 8, 2))),
+        ("checkpoints", KEPT, elsewhere(KEPT, (2, 8, 3), (1, 8, 2))),
+        ("two-layers", layered, elsewhere(layered, (3, 0, 3), (0, 0, 3))),
+        ("four-layers", stacked, elsewhere(stacked, (3, 8, 0))),
+    ):
+        yield edge("kda_commit", label, spec, make, 10)
+
+
+def end_cases() -> Iterator[Case]:
+    """Checkpoints where a sequence has no row, and rows where there is no sequence."""
+    missed = checkpointed(prefill_operands(KEPT, (5, 20, 33)), (16, 0, 48))
+    yield edge("kda_prefill", "checkpoints", KEPT, missed, 10)
+    behind = more_rows(verify_operands(PLAIN, (4, 2, 1), LIMITS), 3)
+    yield edge("kda_verify", "rows-behind", PLAIN, behind, 3)
+
+
+def finished_gate_cases() -> Iterator[Case]:
+    """Gates that the caller has finished, at 0 and 1."""
+    spec = KDASpec(num_heads=2, head_dim=16, gate="log")
+    for operator, make in (
+        ("kda_decode", decode_operands(spec, 5)),
+        ("kda_prefill", prefill_operands(spec, (4, 0, 5))),
+        ("kda_commit", commit_operands(spec, (4, 8, 3), (3, 8, 2), LIMITS)),
+    ):
+        yield edge(operator, "gates-at-their-ends", spec, closed(make), 9)
+
+
+def conv_cases() -> Iterator[Case]:
+    """Sums and zeros at which an activation, or a copy, goes wrong."""
+    make = conv_operands(PLAIN, (1, 2, 5))
+    yield edge("kda_conv", "saturated", PLAIN, saturated(make), 19)
+    yield edge("kda_conv", "signed-zeros", PLAIN, zeros_of_both_signs(make), 19)
+
+
+def chunk_cases() -> Iterator[Case]:
+    """A NaN inside a chunk, and sequences whose last chunk is not full."""
     for label, names in (("qkv", ("q", "k", "v")), ("gates", ("raw_g", "raw_beta"))):
-        name = f"kda_prefill/edges/nan-in-a-row/{label}"
-        yield Case(name, "kda_prefill", plain, LIMITS, broken(plain, names), since=INTERP, fault=9)
-    yield Case("kda_prefill/edges/around-a-chunk", "kda_prefill", spec, LIMITS, chunks, fault=9)
+        yield edge("kda_prefill", f"nan-in-a-row/{label}", PLAIN, broken(PLAIN, names), 9)
+    chunks = prefill_operands(WIDE, (66, 1, 64, 2))
+    yield edge("kda_prefill", "around-a-chunk", WIDE, chunks, 9, QUICK)
 
 
 WHY = {
@@ -203,4 +226,13 @@ WHY = {
     "kda_commit/edges/": "Results and checkpoints that go to other slots, or nowhere, in one layer and in two.",
 }
 
-add(cases(), WHY)
+for group in (
+    far_gate_cases,
+    small_norm_cases,
+    commit_cases,
+    end_cases,
+    finished_gate_cases,
+    conv_cases,
+    chunk_cases,
+):
+    add(group(), WHY)

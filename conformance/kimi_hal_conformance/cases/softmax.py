@@ -134,8 +134,8 @@ def infinite_logits(spec: SparseMLASpec) -> Make:
     return make
 
 
-def attention_cases() -> Iterator[Case]:
-    """Classes 1, 3, 4, 7, 11, 15, 17, 19, 20 on ``sparse_mla``."""
+def masked_cases() -> Iterator[Case]:
+    """Classes 1 and 4 on ``sparse_mla``: masked and repeated entries, and a page that was another's."""
     for name in (FP8, "latent.bf16"):
         spec = SparseMLASpec(num_heads=4, latent=name, topk=64)
         masked = equal_scores(spec, (0.0, 1.0, 2.0, 3.0), half_masked())
@@ -149,6 +149,10 @@ def attention_cases() -> Iterator[Case]:
             num_heads=3, latent=name, topk=16, page=4, index_space="position", has_index_len=True
         )
         yield attend(f"stale-page/{name}", spec, stale_page(spec), 4)
+
+
+def scale_cases() -> Iterator[Case]:
+    """Classes 19 and 20 on ``sparse_mla``: scales and logits at their ends."""
     records = SparseMLASpec(num_heads=4, latent="latent.flashmla.656", topk=8)
     yield attend("record-scales", records, scale_ends(records), 20)
     yield attend("record-scales/small", records, scale_ends(records, 1e-8), 20)
@@ -156,26 +160,27 @@ def attention_cases() -> Iterator[Case]:
     yield attend("block-scales", blocks, nvfp4_scales(blocks), 20)
     far = SparseMLASpec(num_heads=2, latent=FP8, topk=8)
     yield attend("huge-logits", far, infinite_logits(far), 19)
+
+
+def size_cases() -> Iterator[Case]:
+    """Classes 7, 15 and 17 on ``sparse_mla``: numbers of heads, keys and rows."""
     for heads in HEADS:
         spec = SparseMLASpec(num_heads=heads, latent=FP8, topk=32)
-        yield attend(
-            f"heads{heads}", spec, attention_operands(spec, 2, 32, 40), 15, INTERP if heads < 8 else QUICK
-        )
+        make = attention_operands(spec, 2, 32, 40)
+        yield attend(f"heads{heads}", spec, make, 15, INTERP if heads < 8 else QUICK)
     spec = SparseMLASpec(num_heads=3, latent=FP8, topk=70)
     for keys in (0, 1, 31, 32, 33, 63, 64, 65, 70):
         make = attention_operands(spec, 4, keys, 80)
         yield attend(f"keys{keys}", spec, make, 7, INTERP if keys in (0, 33, 65) else QUICK)
     rows = SparseMLASpec(num_heads=1, latent=FP8, topk=4)
     yield attend("rows-70", rows, attention_operands(rows, 70, 4, 30), 17, QUICK)
+
+
+def shard_cases() -> Iterator[Case]:
+    """Class 11 on ``sparse_mla``: each rank of three that own positions in turn."""
     for rank in range(3):
-        shard = SparseMLASpec(
-            num_heads=3,
-            latent=FP8,
-            topk=40,
-            page=8,
-            index_space="position",
-            dcp=DCP(world=3, rank=rank, interleave=4),
-        )
+        dcp = DCP(world=3, rank=rank, interleave=4)
+        shard = SparseMLASpec(num_heads=3, latent=FP8, topk=40, page=8, index_space="position", dcp=dcp)
         yield attend(f"owner-of-3/rank{rank}", shard, attention_operands(shard, 3, 40, 60), 11)
 
 
@@ -382,6 +387,5 @@ WHY = {
     "dsa_decode/edges/latent/": "A latent format whose records hold no FP8 of one scale.",
 }
 
-add(attention_cases(), WHY)
-add(merge_cases(), WHY)
-add(dsa_cases(), WHY)
+for group in (masked_cases, scale_cases, size_cases, shard_cases, merge_cases, dsa_cases):
+    add(group(), WHY)
