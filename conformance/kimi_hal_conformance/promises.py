@@ -95,8 +95,8 @@ def operand_names(case: Case, seed: int) -> Set[str]:
     if case.sparse:
         return frozenset()
     try:
-        drawn_ = drawn(case, seed)
-        given = drawn_["ranks"][0] if case.ranks else drawn_
+        operands = drawn(case, seed)  # which are kept for whoever runs the case
+        given = operands["ranks"][0] if case.ranks else operands
         of = f" of {case.ranks} ranks" if case.ranks else ""
         return {name + of for name, value in given.items() if value is not None}
     except Exception:  # whoever runs the case says why

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Set
 from dataclasses import replace
 from typing import NoReturn
 
@@ -26,9 +27,10 @@ from kimi_hal.dispatch.loader import resolve
 from kimi_hal.errors import KimiHalError
 from kimi_hal_conformance import case as cases
 from kimi_hal_conformance.calls import Subject
+from kimi_hal_conformance.case import Case
 from kimi_hal_conformance.cases import load
 from kimi_hal_conformance.claims.bypass import claim_everything
-from kimi_hal_conformance.claims.made import case
+from kimi_hal_conformance.claims.made import case as made_case
 from kimi_hal_conformance.execute import described, run_case
 from kimi_hal_conformance.integrity import Integrity
 from kimi_hal_conformance.levels import SPEED
@@ -98,46 +100,76 @@ def run(batch: Batch, answers: int, judge: Integrity) -> int:
 
     A case that leaves the device unusable, as an illegal address does, is the process's last: the rest has a new one.
     """
-    cases.MADE.update({made.id: case(made) for made in batch.made})
+    cases.MADE.update({made.id: made_case(made) for made in batch.made})
+    hooks = _started(batch, answers)
+    if hooks is None:
+        return 0
+    _freeze(batch)
+    subject = Subject(batch.implementation, batch.device, hooks)
+    left = Allowance(batch.relations, lasting=not batch.undeclared)
+    waiting = (
+        not batch.undeclared
+    )  # for a case to be timed: the first that passes, where values are right at least
+    for case_id in batch.cases:
+        signal.alarm(math.ceil(PATIENCE * batch.limit) + 60)
+        verdict, effort = tried(cases.get(case_id), batch, subject, left)
+        if tampered := judge.problems():
+            verdict = msgspec.structs.replace(verdict, status=FAILED, problems=tuple(tampered))
+        first = waiting and verdict.status == PASSED
+        waiting = waiting and not first
+        tell(verdict, batch, answers, subject, first)
+        if verdict.status == FAILED:
+            if not usable(hooks):
+                return UNUSABLE
+            send(answers, shrunk(verdict, subject, replace(effort, relations=False)))
+    return 0
+
+
+def _started(batch: Batch, answers: int) -> DeviceHooks | None:
+    """Make the device hooks and say that the process is ready; without them fail every case."""
     before = Surroundings.now()
     try:
         hooks: DeviceHooks = resolve(batch.hooks)()
         versions = dict(hooks.versions())
     except Exception as error:
         _say_all(batch, answers, f"the device hooks {batch.hooks} raised {described(error)}")
-        return 0
+        return None
     if changed := before.restored(f"making the device hooks {batch.hooks}"):
         _say_all(batch, answers, "; ".join(changed))
-        return 0
+        return None
     send(answers, Started(pid=os.getpid(), versions=versions))
-    subject = Subject(batch.implementation, batch.device, hooks)
-    left, waiting = Allowance(batch.relations, lasting=not batch.undeclared), not batch.undeclared
+    return hooks
+
+
+def _freeze(batch: Batch) -> None:
+    """Look for plugins once, as an engine does: to do so again costs more than a small case."""
     with contextlib.suppress(KimiHalError):  # else every case says so itself
-        policy.freeze()  # as an engine does: to look for plugins again costs more than a small case
+        policy.freeze()
         if batch.undeclared:
             claim_everything(batch.implementation)
-    for case_id in batch.cases:
-        signal.alarm(math.ceil(PATIENCE * batch.limit) + 60)
-        claimed = case_id in cases.MADE
-        case_ = cases.get(case_id)
-        operands = frozenset() if claimed else operand_names(case_, batch.seed)
-        effort = Effort(min(batch.repeats, 1)) if claimed else left.effort(batch.repeats, operands)
-        verdict = run_case(case_, subject, batch.seed, effort)
-        if tampered := judge.problems():
-            verdict = msgspec.structs.replace(verdict, status=FAILED, problems=tuple(tampered))
-        left.spend(verdict.promises, operands)
-        first, waiting = waiting and verdict.status == PASSED, waiting and verdict.status != PASSED
-        if first and batch.untimed:
-            verdict = msgspec.structs.replace(verdict, untried=verdict.untried | {SPEED: batch.untimed})
-        timing = first and not batch.untimed  # once: values are right at least there
-        send(answers, Done(verdict=verdict, timing=timing))
-        if timing:
-            send(answers, time_call(verdict.operator, subject))
-        if verdict.status == FAILED:
-            if not usable(hooks):
-                return UNUSABLE
-            send(answers, shrunk(verdict, subject, replace(effort, relations=False)))
-    return 0
+
+
+def tried(case: Case, batch: Batch, subject: Subject, left: Allowance) -> tuple[Verdict, Effort]:
+    """Run a case, with as much effort as is left to be made; return how much that was too."""
+    if case.id in cases.MADE:
+        operands: Set[str] = frozenset()
+        effort = Effort(min(batch.repeats, 1))
+    else:
+        operands = operand_names(case, batch.seed)
+        effort = left.effort(batch.repeats, operands)
+    verdict = run_case(case, subject, batch.seed, effort)
+    left.spend(verdict.promises, operands)
+    return verdict, effort
+
+
+def tell(verdict: Verdict, batch: Batch, answers: int, subject: Subject, first: bool) -> None:
+    """Send a verdict; of the first that passed, time a call of its operator too, or say why none is timed."""
+    if first and batch.untimed:
+        verdict = msgspec.structs.replace(verdict, untried=verdict.untried | {SPEED: batch.untimed})
+    timing = first and not batch.untimed
+    send(answers, Done(verdict=verdict, timing=timing))
+    if timing:
+        send(answers, time_call(verdict.operator, subject))
 
 
 def usable(hooks: DeviceHooks) -> bool:
