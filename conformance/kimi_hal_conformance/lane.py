@@ -16,12 +16,10 @@ from typing import IO
 
 import msgspec
 
-from kimi_hal_conformance.case import get
 from kimi_hal_conformance.levels import SPEED
 from kimi_hal_conformance.messages import (
     SHRINKING,
     TIMING,
-    UNUSABLE,
     Batch,
     Done,
     Ended,
@@ -30,7 +28,8 @@ from kimi_hal_conformance.messages import (
     Started,
     Timed,
 )
-from kimi_hal_conformance.verdict import AGAINST, CRASHED, FAILED, HUNG, NOT_RUN, PASSED, Verdict
+from kimi_hal_conformance.turn import Turn, verdict
+from kimi_hal_conformance.verdict import CRASHED, FAILED, HUNG, NOT_RUN, PASSED, Verdict
 
 #: Seconds in which a worker must have imported torch and the suite, and the device's hooks answered.
 START_LIMIT = 120.0
@@ -40,9 +39,6 @@ FIRST_CASE = 60.0
 GRACE = 3.0
 #: After so many lost cases in a row the rest of an implementation's are not tried.
 LOST_IN_A_ROW = 3
-#: What is said of the input of a case whose process was lost, and of one whose process ended itself.
-NOT_CUT = "the whole case: what ends its process is not cut down"
-LEFT_UNUSABLE = "the whole case: it left the device unusable, and the process ended"
 #: Characters kept of what a process printed.
 OUTPUT = 4000
 
@@ -97,63 +93,76 @@ class Lane:
     def _attempt(self, batch: Batch) -> Iterator[Verdict]:
         """Run a batch until it is done or its process is lost, which is the verdict on the case in hand."""
         self._start()
-        assert self._worker is not None
-        assert self._worker.stdin is not None
-        mark = self._log.seek(0, os.SEEK_END)
-        with contextlib.suppress(BrokenPipeError):
-            self._worker.stdin.write(msgspec.json.encode(batch) + b"\n")
-            self._worker.stdin.flush()
-        left, pid, limit = deque(batch.cases), 0, START_LIMIT
-        failed: Verdict | None = None  # a smaller part of its case is looked for, or its operator timed
+        turn = Turn(batch, mark=self._tell(msgspec.json.encode(batch)), limit=START_LIMIT)
         while True:
-            message = self._receive(limit)
+            message = self._receive(turn.limit)
             self._batch = 0 if isinstance(message, Ended) else self._batch  # its number may be another's now
-            if failed is not None:
-                yield completed(failed, message)
-                failed, limit = None, batch.limit
+            if turn.held is not None:
+                yield turn.completed(message)
                 if message is None:
-                    self._kill(pid)
-                if message is None or (isinstance(message, Ended) and left):
+                    self._kill(turn.pid)
+                if message is None or (isinstance(message, Ended) and turn.left):
                     return  # a part that is lost says nothing of the next case
             if isinstance(message, Shrunk | Timed):
-                mark = self._log.seek(0, os.SEEK_END)
+                turn.mark = self._mark()
             elif isinstance(message, Started):
-                pid, self.versions = message.pid, self.versions | message.versions
-                self._batch = pid
-                limit = batch.limit + FIRST_CASE
+                turn.pid = self._batch = message.pid
+                turn.limit = batch.limit + FIRST_CASE
+                self.versions = self.versions | message.versions
             elif isinstance(message, Done):
-                if not left or message.verdict.case != left[0]:
-                    continue  # no one asked for it: a copy of the process, made by a kernel, speaks too
-                left.popleft()
-                limit = batch.limit
-                found = message.verdict
-                if found.status != PASSED:
-                    output = f"{self._output(mark)}\n{found.output}".strip()
-                    found = msgspec.structs.replace(found, output=output[-OUTPUT:])
-                mark = self._log.seek(0, os.SEEK_END)
-                if message.timing:
-                    failed, limit = found, TIMING
-                elif found.status == FAILED:
-                    failed, limit = found, SHRINKING + 2 * found.seconds + GRACE
-                else:
-                    yield found
+                yield from self._done(turn, message)
             else:
-                ended = message if isinstance(message, Ended) else None
-                if left:
-                    yield self._lost(batch, left[0], ended, pid, mark, limit)
-                elif ended is None:
-                    self._end()
+                yield from self._over(turn, message if isinstance(message, Ended) else None)
                 return
 
-    def _lost(
-        self, batch: Batch, case: str, ended: Ended | None, pid: int, mark: int, limit: float
-    ) -> Verdict:
+    def _done(self, turn: Turn, message: Done) -> Iterator[Verdict]:
+        """Yield the verdict on the case in hand, unless more is to come of it."""
+        if not turn.left or message.verdict.case != turn.left[0]:
+            return  # no one asked for it: a copy of the process, made by a kernel, speaks too
+        turn.left.popleft()
+        found = self._with_output(message.verdict, turn.mark)
+        turn.mark, turn.limit = self._mark(), turn.batch.limit
+        if message.timing:
+            turn.hold(found, TIMING)
+        elif found.status == FAILED:
+            turn.hold(found, SHRINKING + 2 * found.seconds + GRACE)
+        else:
+            yield found
+
+    def _over(self, turn: Turn, ended: Ended | None) -> Iterator[Verdict]:
+        """Yield the verdict on the case in whose midst the process ended, or did not answer, if there is one."""
+        if not turn.left:
+            if ended is None:
+                self._end()
+            return
+        case = turn.left[0]
         if ended is not None:
-            return verdict(
-                batch, case, CRASHED, f"the process ended {ending(ended.code)}", self._output(mark)
-            )
-        self._kill(pid)
-        return verdict(batch, case, HUNG, f"no answer within {limit:g} s", self._output(mark))
+            problem = f"the process ended {ending(ended.code)}"
+            yield verdict(turn.batch, case, CRASHED, problem, self._output(turn.mark))
+            return
+        self._kill(turn.pid)
+        yield verdict(turn.batch, case, HUNG, f"no answer within {turn.limit:g} s", self._output(turn.mark))
+
+    def _tell(self, line: bytes) -> int:
+        """Tell the process something; return where in the log begins what it prints from then on."""
+        assert self._worker is not None
+        assert self._worker.stdin is not None
+        mark = self._mark()
+        with contextlib.suppress(BrokenPipeError):
+            self._worker.stdin.write(line + b"\n")
+            self._worker.stdin.flush()
+        return mark
+
+    def _mark(self) -> int:
+        """Return where the log ends."""
+        return self._log.seek(0, os.SEEK_END)
+
+    def _with_output(self, found: Verdict, mark: int) -> Verdict:
+        """Return a verdict with what was printed since a mark, unless it passed."""
+        if found.status == PASSED:
+            return found
+        output = f"{self._output(mark)}\n{found.output}".strip()
+        return msgspec.structs.replace(found, output=output[-OUTPUT:])
 
     def _kill(self, pid: int) -> None:
         """End the process of a batch; it prints its stack first, if it still can."""
@@ -220,50 +229,9 @@ class Lane:
 
     def _output(self, mark: int) -> str:
         """Return the end of what was printed since a mark."""
-        end = self._log.seek(0, os.SEEK_END)
+        end = self._mark()
         self._log.seek(max(mark, end - OUTPUT))
         return self._log.read().decode(errors="replace").strip()
-
-
-def completed(held: Verdict, message: Message | None) -> Verdict:
-    """Return a verdict with what was done after its case: a smaller part was looked for, or a call timed."""
-    if held.status == FAILED:
-        return with_input(held, message)
-    if isinstance(message, Timed) and message.speed:
-        return msgspec.structs.replace(held, speed=message.speed)
-    lost = "the process was lost while a call was timed" if message else f"a call took more than {TIMING:g} s"
-    why = message.why if isinstance(message, Timed) else lost
-    return msgspec.structs.replace(held, untried=held.untried | {SPEED: why})
-
-
-def with_input(failed: Verdict, message: Message | None) -> Verdict:
-    """Return a failed verdict with the smallest part of its case that fails, or why none is known."""
-    if isinstance(message, Shrunk):
-        return msgspec.structs.replace(failed, smallest=message.smallest, input=message.input)
-    if message is not None and not isinstance(message, Ended):
-        return failed  # it was never run
-    if message is not None and message.code == UNUSABLE:
-        return msgspec.structs.replace(failed, smallest=failed.case, input=LEFT_UNUSABLE)
-    lost = "was lost" if message else "gave no answer in time"
-    said = f"the whole case: the process that looked for a smaller one {lost}"
-    return msgspec.structs.replace(failed, smallest=failed.case, input=said)
-
-
-def verdict(batch: Batch, case_id: str, status: str, problem: str, output: str = "") -> Verdict:
-    """Return a verdict on a case that gave none itself."""
-    case = get(case_id)
-    return Verdict(
-        case=case.id,
-        operator=case.operator,
-        implementation=batch.implementation,
-        status=status,
-        problems=(problem,),
-        seed=batch.seed,
-        fault=case.fault,
-        output=output,
-        smallest=case.id if status in AGAINST else "",
-        input=NOT_CUT if status in AGAINST else "",
-    )
 
 
 def ending(code: int) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 
 from kimi_hal_conformance.conditions import HOST
-from kimi_hal_conformance.lane import Lane, completed
+from kimi_hal_conformance.lane import Lane
 from kimi_hal_conformance.messages import Batch, Ended
+from kimi_hal_conformance.turn import completed
 from kimi_hal_conformance.verdict import PASSED, Verdict
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections import deque
 from collections.abc import Generator, Iterator
 
 import msgspec
 
 from kimi_hal_conformance.compiling.order import ALL, GO, Order, said
-from kimi_hal_conformance.lane import LOST_IN_A_ROW, OUTPUT, START_LIMIT, Lane, ending
+from kimi_hal_conformance.lane import LOST_IN_A_ROW, START_LIMIT, Lane, ending
 from kimi_hal_conformance.messages import Done, Ended, Listed
-from kimi_hal_conformance.verdict import CRASHED, HUNG, NOT_RUN, PASSED, Verdict
+from kimi_hal_conformance.verdict import CRASHED, HUNG, NOT_RUN, Verdict
 
 
 class CompileLane(Lane):
@@ -63,22 +61,6 @@ class CompileLane(Lane):
                 yield self._gone(order, name, message if isinstance(message, Ended) else None, mark, limit)
                 self._end()
                 return msgspec.structs.replace(order, done=(*done, name)) if kernels else None
-
-    def _tell(self, line: bytes) -> int:
-        """Tell the process something; return where in the log begins what it prints from then on."""
-        assert self._worker is not None
-        assert self._worker.stdin is not None
-        mark = self._log.seek(0, os.SEEK_END)
-        with contextlib.suppress(BrokenPipeError):
-            self._worker.stdin.write(line + b"\n")
-            self._worker.stdin.flush()
-        return mark
-
-    def _with_output(self, found: Verdict, mark: int) -> Verdict:
-        if found.status == PASSED:
-            return found
-        output = f"{self._output(mark)}\n{found.output}".strip()
-        return msgspec.structs.replace(found, output=output[-OUTPUT:])
 
     def _gone(self, order: Order, kernel: str, ended: Ended | None, mark: int, limit: float) -> Verdict:
         """Return the verdict on the kernel in whose compilation the process ended, or did not answer."""
