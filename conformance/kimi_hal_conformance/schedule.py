@@ -179,20 +179,20 @@ def batch(schedule: Schedule, loaded: Loaded, request: Request) -> Batch:
     )
 
 
-def shared(batch: Batch, parts: int) -> list[Batch]:
+def share_out(whole: Batch, parts: int) -> list[Batch]:
     """Share a batch out among processes, every n-th case to each; the first times the operator.
 
     Args:
-        batch: of one implementation.
+        whole: of one implementation.
         parts: at most so many.
     """
-    parts = max(1, min(parts, len(batch.cases)))
+    parts = max(1, min(parts, len(whole.cases)))
     return [
         msgspec.structs.replace(
-            batch,
-            cases=batch.cases[i::parts],
-            relations=-(-batch.relations // parts),
-            untimed=batch.untimed or ("another process was to time it" if i else ""),
+            whole,
+            cases=whole.cases[i::parts],
+            relations=-(-whole.relations // parts),
+            untimed=whole.untimed or ("another process was to time it" if i else ""),
         )
         for i in range(parts)
     ]

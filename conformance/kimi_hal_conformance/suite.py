@@ -25,8 +25,9 @@ from kimi_hal_conformance.conclusions import concluded, joined
 from kimi_hal_conformance.conditions import ANY_DEVICE, child_environment, lanes, on_host, untimed, versions
 from kimi_hal_conformance.messages import Batch
 from kimi_hal_conformance.request import Request
+from kimi_hal_conformance.runner import Outcome
 from kimi_hal_conformance.runner import run as run_batches
-from kimi_hal_conformance.schedule import Schedule, batch, on_record, schedules, shared, without
+from kimi_hal_conformance.schedule import Schedule, batch, on_record, schedules, share_out, without
 from kimi_hal_conformance.schema import Environment, Report, compose
 from kimi_hal_conformance.verdict import CouldBe, OnTrial, Verdict
 
@@ -65,16 +66,8 @@ def run(
     before = kept(found, recorded, loaded, request, known)
     running = [left for s in found if (left := without(s, before[s.key])).cases]
     begin(sum(len(s.cases) for s in running))
-    parts = parts_of(running, loaded, request)
-    outcome = run_batches(
-        [part for _, part in parts], child_environment(request), lanes(loaded, request), progress
-    )
-    answers: dict[tuple[str, str], list[Verdict]] = defaultdict(list)
-    for (key, _), told in zip(parts, outcome.verdicts, strict=True):
-        answers[key].extend(told)
-    verdicts = [
-        v for s in found for v in concluded(s, joined(s, before[s.key], answers.get(s.key, ())), request)
-    ]
+    answers, outcome = answered(running, loaded, request, progress)
+    verdicts = [v for s in found for v in concluded(s, joined(s, before[s.key], answers[s.key]), request)]
     judged, waived = waivers.apply(request.waivers, verdicts, suite=__version__, today=started.date())
     return compose(
         suite_version=__version__,
@@ -87,6 +80,20 @@ def run(
         could_be_claimed=() if outcome.interrupted else beyond(found, verdicts, loaded, probe, request),
         interrupted=outcome.interrupted,
     )
+
+
+def answered(
+    running: Sequence[Schedule], loaded: Loaded, request: Request, progress: Callable[[Verdict], None]
+) -> tuple[Mapping[tuple[str, str], list[Verdict]], Outcome]:
+    """Run schedules; return the verdicts by schedule, also of one that has none, and what came of the processes."""
+    parts = parts_of(running, loaded, request)
+    outcome = run_batches(
+        [part for _, part in parts], child_environment(request), lanes(loaded, request), progress
+    )
+    answers: dict[tuple[str, str], list[Verdict]] = defaultdict(list)
+    for (key, _), told in zip(parts, outcome.verdicts, strict=True):
+        answers[key].extend(told)
+    return answers, outcome
 
 
 def parts_of(
@@ -102,7 +109,7 @@ def parts_of(
     if count == 1 or on_host(loaded, request):
         return batches
     each = max(1, -(-sum(len(b.cases) for _, b in batches) // (PARTS_A_LANE * count)))
-    return [(key, part) for key, b in batches for part in shared(b, -(-len(b.cases) // each))]
+    return [(key, part) for key, b in batches for part in share_out(b, -(-len(b.cases) // each))]
 
 
 def environment(request: Request, probe: Probe, known: Mapping[str, str], started: datetime) -> Environment:

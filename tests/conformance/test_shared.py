@@ -7,7 +7,7 @@ import pytest
 from kimi_hal_conformance import resume, suite
 from kimi_hal_conformance.messages import Batch
 from kimi_hal_conformance.request import Request
-from kimi_hal_conformance.schedule import shared
+from kimi_hal_conformance.schedule import share_out
 from kimi_hal_conformance.verdict import FAILED, PASSED, REFUSED, Speed, Verdict
 
 CASES = tuple(f"kda_gate/tp8/rows{rows}" for rows in (0, 1))
@@ -35,25 +35,27 @@ def verdict(case: str, status: str, speed: Speed | None = None) -> Verdict:
 
 
 def test_every_case_is_in_one_part() -> None:
-    assert [part.cases for part in shared(BATCH, 3)] == [("a", "d", "g"), ("b", "e"), ("c", "f")]
+    assert [part.cases for part in share_out(BATCH, 3)] == [("a", "d", "g"), ("b", "e"), ("c", "f")]
 
 
 def test_relations_are_shared_out_too() -> None:
-    assert [part.relations for part in shared(BATCH, 3)] == [6, 6, 6]
+    assert [part.relations for part in share_out(BATCH, 3)] == [6, 6, 6]
 
 
 def test_the_first_part_times_the_operator() -> None:
-    assert [part.untimed for part in shared(BATCH, 2)] == ["", "another process was to time it"]
+    assert [part.untimed for part in share_out(BATCH, 2)] == ["", "another process was to time it"]
 
 
 def test_there_are_no_more_parts_than_cases() -> None:
-    assert len(shared(BATCH, 100)) == len(BATCH.cases)
+    assert len(share_out(BATCH, 100)) == len(BATCH.cases)
 
 
 def test_verdicts_of_parts_stand_in_the_order_of_the_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suite, "on_host", lambda loaded, request: False)
     batches = []
-    monkeypatch.setattr(suite, "shared", lambda batch, n: batches.extend(found := shared(batch, n)) or found)
+    monkeypatch.setattr(
+        suite, "share_out", lambda whole, n: batches.extend(found := share_out(whole, n)) or found
+    )
     report = suite.run(Request("reference", only=CASES, lanes=2))
     assert len(batches) == len(CASES)
     assert [(v.case, v.status) for v in report.verdicts] == [(case, PASSED) for case in CASES]
@@ -61,7 +63,7 @@ def test_verdicts_of_parts_stand_in_the_order_of_the_cases(monkeypatch: pytest.M
 
 def test_one_lane_shares_nothing_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suite, "on_host", lambda loaded, request: False)
-    monkeypatch.delattr(suite, "shared")
+    monkeypatch.delattr(suite, "share_out")
     assert suite.run(Request("reference", only=CASES, lanes=1)).ok
 
 
