@@ -133,3 +133,55 @@ def test_what_a_pool_cannot_be_made_of_is_said() -> None:
         Pool(layout).take("index", 3, Pool(layout).step(int32([[0]])))
     with pytest.raises(UnknownNameError, match="unknown token cache 'latents'"):
         Pool(layout).take("latents", 2, Pool(layout).step(int32([[0]])))
+
+
+def test_tables_that_hold_no_int32_are_refused_before_a_block_is_named() -> None:
+    pool, _ = filled(layout_of())
+    wide, halves = torch.tensor([[1 << 32, (1 << 32) + 1]]), torch.tensor([[0.5, 1.9]])
+    for table, got in (
+        (wide, "int64 [1, 2]"),
+        (halves, "float32 [1, 2]"),
+        (int32([1, 2]), "int32 [2]"),
+    ):
+        with pytest.raises(CacheError) as error:
+            pool.step(table)
+        assert str(error.value) == f"block_table must be int32 [R, columns] on cpu, got {got} on cpu"
+
+
+def test_copies_of_as_many_blocks_as_there_are_targets() -> None:
+    pool, _ = filled(layout_of())
+    before = pool.blocks.clone()
+    with pytest.raises(CacheError) as error:
+        pool.copy(int32([0, 1]), int32([2]))
+    assert str(error.value) == "source names 2 blocks, target 1: each pair is one copy"
+    with pytest.raises(CacheError, match=r"^source names 1 blocks, target 2: each pair is one copy$"):
+        pool.copy(int32([0]), int32([1, 2]))
+    with pytest.raises(CacheError) as error:
+        pool.copy(int32([[0]]), torch.tensor([1 << 32]))
+    assert str(error.value) == (
+        "source must be int32 [n] on cpu, got int32 [1, 1] on cpu; "
+        "target must be int32 [n] on cpu, got int64 [1] on cpu"
+    )
+    assert equal(pool.blocks, before)
+    pool.copy(int32([0, 3, 9]), int32([1, -1, 2]))
+    assert equal(pool.blocks[1], before[0])
+    assert equal(pool.blocks[2:BLOCKS], before[2:BLOCKS])
+
+
+def test_what_is_put_must_be_what_was_taken() -> None:
+    pool, _ = filled(layout_of())
+    before, step = pool.blocks.clone(), pool.step(int32([[4, 1]]))
+    taken = pool.take("index", 2, step)
+    for value, got in (
+        (taken[:1], f"uint8 {[1, taken.shape[1]]}"),
+        (taken.float(), f"float32 {list(taken.shape)}"),
+        (taken.view(torch.int32), f"int32 {[4, taken.shape[1] // 4]}"),
+        (pool.take("latent", 2, step), f"uint8 {[2, 128 * 576]}"),
+    ):
+        with pytest.raises(CacheError) as error:
+            pool.put("index", 2, step, value)
+        assert str(error.value) == (
+            f"index of layer 2 is uint8 [4, {taken.shape[1]}] on cpu in a step of 2 blocks, got {got} on cpu: "
+            "give what take('index', 2, step) returned"
+        )
+    assert equal(pool.blocks, before)

@@ -86,6 +86,22 @@ def test_a_torch_xla_of_another_torch_is_refused() -> None:
     )
 
 
+@pytest.mark.parametrize("number", ["2.8", "2.10", "2.10.0rc1"])
+def test_a_torch_xla_that_no_program_was_written_for_is_refused(number: str) -> None:
+    said = (
+        f"tpu.xla's programs are written for torch-xla 2.9, this is torch-xla {number}: "
+        "pip install -r requirements/tpu_xla.txt"
+    )
+    with pytest.raises(ToolMissingError) as error:
+        requirements.check_torch_xla(number, number)
+    assert str(error.value) == said
+    with pytest.raises(ToolMissingError) as error:
+        requirements.check_custom_call(number, "0.7.1", "0.0.21")
+    assert str(error.value) == said
+    with pytest.raises(ImportError, match=r"^torch_xla is not installed: pip install"):
+        requirements.check_custom_call("", "0.7.1", "0.0.21")
+
+
 def test_a_jax_that_torch_xlas_libtpu_cannot_serve_is_refused() -> None:
     requirements.check_custom_call("2.9.0", "0.7.1", "")
     requirements.check_custom_call("2.9.0", "0.7.1", "0.0.21")
@@ -123,6 +139,17 @@ def test_torch_tpu_has_a_jax_and_a_libtpu_of_its_own() -> None:
     )
     with pytest.raises(ImportError, match=r"torch_tpu is not installed: pip install 'torch_tpu==0\.2"):
         requirements.check_jax_op("", "0.10.2", "")
+
+
+def test_versions_of_libtpu_are_compared_as_versions() -> None:
+    for newer in ("0.0.50", "0.0.50.post1", "0.0.51rc1", "0.1.dev20260929+nightly", "0.0.9999"):
+        requirements.check_jax_op("0.2", "0.10.2", newer)
+    for older in ("0.0.50rc1", "0.0.50.dev20260101", "0.0.9", "nightly", "1!0.1"):
+        with pytest.raises(ToolMissingError) as error:
+            requirements.check_jax_op("0.2", "0.10.2", older)
+        assert str(error.value) == (
+            f"torch_tpu 0.2 needs libtpu 0.0.50 or newer, this is libtpu {older}: pip install 'libtpu>=0.0.50'"
+        )
 
 
 def test_where_no_tpu_is_the_error_says_what_was_looked_for_and_what_to_type(

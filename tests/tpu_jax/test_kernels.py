@@ -227,6 +227,30 @@ def test_attention_leaves_out_what_does_not_count_whatever_it_holds(name: str) -
     check_attention(name)
 
 
+@pytest.mark.parametrize("factor", [NAN, INF])
+def test_a_row_without_a_key_is_0_whatever_the_caches_scale_is(factor: float) -> None:
+    layout = latents.LAYOUTS[LATENTS[0]]
+    lines = in_lines(packed_latents(LATENTS[0], 256)[0], layout)
+    operands = (jnp.ones((2, 4, 576), jnp.bfloat16), lines, np.zeros((2, 128), np.int32))
+    scale = np.array([factor, factor], np.float32)
+    out, lse = attention.attend(*operands, scale, layout, jnp.dtype("bfloat16"), SIMULATED)
+    assert (out == 0).all()
+    assert (lse == -INF).all()
+
+
+def test_a_nan_beside_a_logit_of_infinity_is_not_hidden_by_it() -> None:
+    """In one block of keys and in different ones, in either order; a row of +inf alone keeps its LSE."""
+    layout, rows = latents.LAYOUTS["latent.bf16"], torch.ones(4 * 768, 576).bfloat16()
+    infinite, broken = (0, 768 + 600, 2 * 768 + 1, 3 * 768 + 700), (1, 768, 2 * 768 + 767)
+    rows[list(infinite), 512], rows[list(broken), 3] = INF, NAN
+    operands = (jnp.ones((4, 4, 576), jnp.bfloat16), in_lines(rows.view(torch.uint8), layout))
+    counts, scale = np.ones((4, 768), np.int32), np.array([0.01, 1.0], np.float32)
+    out, lse = attention.attend(*operands, counts, scale, layout, jnp.dtype("float32"), SIMULATED)
+    assert jnp.isnan(out).all()
+    assert jnp.isnan(lse[:3]).all()
+    assert (lse[3] == INF).all()
+
+
 def test_bytes_of_a_cache_become_words_little_end_first() -> None:
     rows = torch.randint(0, 256, (5, 352), dtype=torch.uint8)
     assert (np.asarray(latents.as_words(rows.numpy())) == rows.view(torch.int32).numpy()).all()

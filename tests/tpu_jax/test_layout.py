@@ -272,3 +272,27 @@ def test_a_slice_that_does_not_divide_evenly_is_refused() -> None:
     with pytest.raises(SelectionError) as refused:
         aot.mesh("tpu7x:2x2x1", group=4, dcp=8)
     assert str(refused.value) == "tpu7x:2x2x1 has 8 devices, the mesh asks for 32: group 4 × dcp 8"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"groups": 0, "page": -1}, "groups=0, page=-1"),
+        ({"groups": -1, "dcp": -1}, "groups=-1, dcp=-1"),
+        ({"groups": 1.0, "interleave": 0}, "groups=1.0, interleave=0"),
+        ({"rows": 0, "context": True, "shared": 0}, "rows=0, context=True, shared=0"),
+    ],
+)
+def test_sizes_that_are_none_are_refused(sizes: dict[str, Any], said: str) -> None:
+    with pytest.raises(SpecError) as error:
+        Layout(**sizes)
+    assert str(error.value) == f"sizes of a slice are whole numbers of 1 or more, got {said}"
+
+
+@pytest.mark.parametrize(
+    ("axes", "said"), [({"a": -2, "b": -2}, "a=-2, b=-2"), ({"a": 4, "b": 1.0}, "b=1.0"), ({}, "no axis")]
+)
+def test_a_mesh_without_devices_along_an_axis_is_refused(axes: dict[str, Any], said: str) -> None:
+    with pytest.raises(SelectionError) as error:
+        aot.mesh("v6e:2x2", **axes)
+    assert str(error.value) == f"a mesh has axes of 1 device or more, got {said}: mesh('v6e:2x2', dcp=…)"

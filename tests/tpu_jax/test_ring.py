@@ -116,6 +116,29 @@ def test_an_axis_of_another_size_and_a_total_that_does_not_fit_are_refused() -> 
         on_mesh(2, lambda x: ring.all_gather(spec, x, "ring", SIMULATED, total=9), parts)
 
 
+def test_what_is_gathered_must_be_what_the_spec_says() -> None:
+    spec = GatherSpec(layout="rank_major", dtype="float32", dcp=DCP(world=2))
+
+    def gather(x: Any, axis: str = "ring", **fields: Any) -> Any:
+        return ring.all_gather(dataclasses.replace(spec, **fields), x, axis, SIMULATED)
+
+    with pytest.raises(ContractError) as error:
+        on_mesh(2, gather, [torch.zeros(2, 8, 1, dtype=torch.int32)] * 2)
+    assert str(error.value) == (
+        "all_gather: x must be float32, got int32; x must have 2 dimensions, got shape [2, 8, 1]"
+    )
+    with pytest.raises(ContractError) as error:
+        gather(np.zeros((2, 8)), dtype="float64")  # type: ignore[arg-type]
+    assert str(error.value) == "all_gather: x must have elements of 1, 2 or 4 bytes for the ring, got float64"
+    nowhere = "here: call it in a program under jax.shard_map, over a mesh that has the axis"
+    with pytest.raises(GroupError) as lost:
+        gather(jnp.zeros((2, 8)))
+    assert str(lost.value) == f"no mesh axis 'ring' {nowhere}"
+    with pytest.raises(GroupError) as lost:
+        on_mesh(2, lambda x: gather(x, "rings"), [torch.zeros(2, 8)] * 2)
+    assert str(lost.value) == f"no mesh axis 'rings' {nowhere}"
+
+
 # --- the merge --------------------------------------------------------------------------------------------------
 
 
@@ -190,6 +213,37 @@ def test_where_every_device_has_all_keys_nothing_is_sent() -> None:
     assert everyones[:, 0].tolist() == [[1, 2, 4, 9, -1, -1]] * 4
     assert count[:, 0].tolist() == [2, 1, 1, 0]
     assert local[0, 0].tolist() == [1, 3, -1, -1, -1, -1]
+
+
+@pytest.mark.parametrize("index", ["sharded", "replicated"])
+@pytest.mark.parametrize("everyones", [True, False])
+def test_a_merge_of_no_rows_is_empty(index: str, everyones: bool) -> None:
+    spec = TopKMergeSpec(dcp=DCP(world=3, index=index), topk=4, return_global=everyones)
+    none = torch.zeros(0, 4)
+    parts = [none] * 3, [none.int()] * 3, [torch.zeros(0, dtype=torch.int32)] * 3
+    found = on_mesh(3, lambda s, i, n: merge.topk_merge(spec, s, i, n, "ring", SIMULATED), *parts)
+    assert [x.shape for x in found] == [(3, 0, 4), (3, 0), (3, 0, 4 * everyones)]
+    assert {x.dtype for x in found} == {np.dtype(np.int32)}
+
+
+def test_what_is_merged_must_be_what_the_spec_says() -> None:
+    spec = TopKMergeSpec(dcp=DCP(world=2), topk=4)
+    with pytest.raises(ContractError) as error:
+        merge.topk_merge(
+            spec,
+            jnp.zeros((3, 7), jnp.bfloat16),
+            jnp.zeros((3, 4)),
+            jnp.zeros(2, jnp.int32),
+            "ring",
+            SIMULATED,
+        )
+    assert str(error.value) == (
+        "topk_merge: scores must be float32, got bfloat16; scores must be [T k] with k=4, got shape [3, 7]; "
+        "indices must be int32, got float32; row_len must be [T] with T=3, got shape [2]"
+    )
+    given = jnp.zeros((3, 4)), jnp.zeros((3, 4), jnp.int32), jnp.zeros(3, jnp.int32)
+    with pytest.raises(GroupError, match="no mesh axis 'ring' here"):
+        merge.topk_merge(spec, *given, "ring", SIMULATED)
 
 
 def test_another_protocol_is_refused() -> None:

@@ -71,7 +71,7 @@ class Layout:
         shared: width of the shared experts together.
 
     Raises:
-        SpecError: something does not divide evenly; says what.
+        SpecError: a size is no whole number of 1 or more, or something does not divide evenly; says what.
     """
 
     groups: int = 4
@@ -84,7 +84,8 @@ class Layout:
     shared: int = SHARED
 
     def __post_init__(self) -> None:
-        """Refuse what does not divide evenly."""
+        """Refuse what is no size, and what does not divide evenly."""
+        self._check_sizes()
         m = self.model
         whole = {
             "mla_heads": (m.mla_heads, self.tp),
@@ -100,6 +101,15 @@ class Layout:
             raise SpecError(
                 f"a slice of {self.groups} groups of {self.dcp} devices does not divide evenly: {', '.join(uneven)}"
             )
+
+    def _check_sizes(self) -> None:
+        names = ("groups", "dcp", "interleave", "rows", "context", "page", "shared")
+        given = {name: getattr(self, name) for name in names}
+        wrong = [
+            f"{n}={v!r}" for n, v in given.items() if isinstance(v, bool) or not isinstance(v, int) or v < 1
+        ]
+        if wrong:
+            raise SpecError(f"sizes of a slice are whole numbers of 1 or more, got {', '.join(wrong)}")
 
     @property
     def tp(self) -> int:

@@ -94,9 +94,13 @@ class Pool:
 
         Args:
             block_table: ``[R, columns]`` int32 block ids of a group; for states ``state_ids[:, None]``.
+
+        Raises:
+            CacheError: the table has another dtype or number of dimensions, or is on another device.
         """
+        _refuse(self._ids("block_table", block_table, 2, "[R, columns]"))
         with traced(block_table):
-            ids = block_table.reshape(-1).int()
+            ids = block_table.reshape(-1)
             number = torch.arange(ids.shape[0], dtype=torch.int32, device=ids.device).view(block_table.shape)
             layout = dataclasses.replace(self.layout, num_blocks=max(1, ids.shape[0]))
             return Step(layout, ids, number.where(self._known(block_table), -1))
@@ -131,9 +135,19 @@ class Pool:
         """Write what ``take`` returned and a kernel changed back into the step's blocks.
 
         A block that the step names twice must not be one that the kernel wrote: which of the two stays is not said.
+
+        Raises:
+            CacheError: the value has another shape or dtype than ``take`` returns, or is on another device.
         """
         place, start, dtype, shape = self._part(kind, layer)
         first, count = _span(place, start, dtype, shape, self._each(kind))
+        whole = (step.ids.shape[0] * self._each(kind), *shape)
+        if tuple(value.shape) != whole or value.dtype != dtype or value.device != self.blocks.device:
+            raise CacheError(
+                f"{kind} of layer {layer} is {_kind(dtype)} {list(whole)} on {self.blocks.device} in a step of "
+                f"{step.ids.shape[0]} blocks, got {_kind(value.dtype)} {list(value.shape)} on {value.device}: "
+                f"give what take({kind!r}, {layer}, step) returned"
+            )
         with traced(self.blocks):
             row = step.ids.shape[0], count * WORD // value.element_size()
             packed = value.reshape(row).view(torch.int32)
@@ -145,11 +159,27 @@ class Pool:
         Args:
             source: ``[n]`` int32 block ids.
             target: ``[n]`` int32 block ids, each once.
+
+        Raises:
+            CacheError: they are not as many, have another dtype or number of dimensions, or are on another device.
         """
+        reasons = [*self._ids("source", source, 1, "[n]"), *self._ids("target", target, 1, "[n]")]
+        if not reasons and source.shape != target.shape:
+            reasons = [
+                f"source names {source.shape[0]} blocks, target {target.shape[0]}: each pair is one copy"
+            ]
+        _refuse(reasons)
         with traced(self.blocks):
             both = self._known(source) & self._known(target)
             rows = [ids.where(both, self.layout.num_blocks).long() for ids in (source, target)]
             self.blocks[rows[1]] = self.blocks.index_select(0, rows[0])
+
+    def _ids(self, name: str, ids: Tensor, dims: int, shape: str) -> list[str]:
+        """Return why these cannot be block ids of this pool: nothing is converted, since 2^32 is no block."""
+        if ids.dtype == torch.int32 and ids.dim() == dims and ids.device == self.blocks.device:
+            return []
+        got = f"{_kind(ids.dtype)} {list(ids.shape)} on {ids.device}"
+        return [f"{name} must be int32 {shape} on {self.blocks.device}, got {got}"]
 
     def _known(self, ids: Tensor) -> Tensor:
         return (ids >= 0) & (ids < self.layout.num_blocks)
@@ -188,12 +218,20 @@ class Pool:
             reasons.append("the layout has no blocks yet: layout.sized(memory=…)")
         reasons += [f"{name} is not whole words of {WORD} bytes" for name in _odd(self.layout)]
         if blocks is not None and (tuple(blocks.shape) != shape or blocks.dtype != torch.int32):
-            got = f"{str(blocks.dtype).removeprefix('torch.')} {list(blocks.shape)}"
+            got = f"{_kind(blocks.dtype)} {list(blocks.shape)}"
             reasons.append(
                 f"the array of blocks must be int32 {list(shape)}, one row more than blocks; got {got}"
             )
-        if reasons:
-            raise CacheError("; ".join(reasons))
+        _refuse(reasons)
+
+
+def _refuse(reasons: list[str]) -> None:
+    if reasons:
+        raise CacheError("; ".join(reasons))
+
+
+def _kind(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _odd(layout: Layout) -> list[str]:

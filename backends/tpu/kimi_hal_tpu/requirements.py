@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
+from kimi_hal.dispatch import versions
 from kimi_hal.errors import ToolMissingError
 
 #: jax -> the libtpu that its own ``tpu`` extra names. A newer one fails on every asynchronous operation.
@@ -57,21 +58,29 @@ def check_jax(jax: str | None = None, libtpu: str | None = None) -> None:
 
 
 def check_torch_xla(torch_xla: str | None = None, torch: str | None = None) -> None:
-    """Refuse a torch-xla that was built for another torch.
+    """Refuse a torch-xla that these programs were not written for, and one that was built for another torch.
 
     Raises:
         ImportError: torch-xla is not installed.
-        ToolMissingError: they do not belong together; says what to install.
+        ToolMissingError: it is another, or they do not belong together; says what to install.
     """
     torch_xla = installed("torch_xla") if torch_xla is None else torch_xla
     torch = installed("torch") if torch is None else torch
     if not torch_xla:
         raise ImportError("torch_xla is not installed: pip install -r requirements/tpu_xla.txt")
-    wanted = TORCH.get(_series(torch_xla, 2))
-    if wanted is None or _series(torch, 2) != wanted:
-        serves = wanted or _series(torch_xla, 2)
+    _check_series(torch_xla)
+    wanted = TORCH[_series(torch_xla, 2)]
+    if _series(torch, 2) != wanted:
         raise ToolMissingError(
-            f"torch-xla {torch_xla} serves torch {serves}, this is torch {torch}: "
+            f"torch-xla {torch_xla} serves torch {wanted}, this is torch {torch}: "
+            f"pip install -r requirements/tpu_xla.txt"
+        )
+
+
+def _check_series(torch_xla: str) -> None:
+    if _series(torch_xla, 2) not in TORCH:
+        raise ToolMissingError(
+            f"tpu.xla's programs are written for torch-xla {', '.join(TORCH)}, this is torch-xla {torch_xla}: "
             f"pip install -r requirements/tpu_xla.txt"
         )
 
@@ -87,12 +96,15 @@ def check_custom_call(
         libtpu: its version; empty: it is none of Python's distributions.
 
     Raises:
-        ImportError: jax is not installed.
+        ImportError: torch-xla or jax is not installed.
         ToolMissingError: the three do not belong together; says what to install.
     """
     torch_xla = installed("torch_xla") if torch_xla is None else torch_xla
     jax = installed("jax") if jax is None else jax
     libtpu = installed("libtpu") if libtpu is None else libtpu
+    if not torch_xla:
+        raise ImportError("torch_xla is not installed: pip install -r requirements/tpu_xla.txt")
+    _check_series(torch_xla)
     wanted, compiler = TRACED_BY[_series(torch_xla, 2)]
     if not jax:
         raise ImportError(
@@ -142,7 +154,7 @@ def check_jax_op(torch_tpu: str | None = None, jax: str | None = None, libtpu: s
             f"the kernels were exported to torch_tpu {torch_tpu} with jax {wanted}, this is jax {jax}: "
             f"pip install 'jax=={wanted}.*'"
         )
-    if libtpu and _numbers(libtpu) < _numbers(least):
+    if libtpu and _older(libtpu, least):
         raise ToolMissingError(
             f"torch_tpu {torch_tpu} needs libtpu {least} or newer, this is libtpu {libtpu}: "
             f"pip install 'libtpu>={least}'"
@@ -166,12 +178,16 @@ def without_sparse_core(what: str) -> ToolMissingError:
 def without_part_tiles(operator: str) -> ToolMissingError:
     """Return the error of a kernel that copies parts of tiles, which torch-xla's libtpu does not compile."""
     torch_xla = installed("torch_xla")
-    compiler = TRACED_BY[_series(torch_xla, 2)][1]
+    _, compiler = TRACED_BY.get(_series(torch_xla, 2), ("", "of its own"))
     return ToolMissingError(
         f"{operator}: tpu.pallas copies parts of tiles, which needs jax ≥ 0.10 and its libtpu; torch-xla {torch_xla} "
         f"brings libtpu {compiler}. KIMI_HAL_OPS={operator}=tpu.xla takes the program that torch-xla traces"
     )
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in _series(version, 3).split("."))
+def _older(number: str, least: str) -> bool:
+    """Tell whether a version comes before another; what is no version, or has an epoch, does."""
+    try:
+        return versions.key(number) < versions.key(least)
+    except ValueError:
+        return True

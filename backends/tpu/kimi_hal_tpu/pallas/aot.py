@@ -91,8 +91,13 @@ def mesh(name: str, **axes: int) -> Mesh:
         axes: devices along each axis; all of the topology's together.
 
     Raises:
-        SelectionError: the topology has another number of devices.
+        SelectionError: an axis without a device, or the topology has another number of them.
     """
+    wrong = [f"{axis}={size!r}" for axis, size in axes.items() if type(size) is not int or size < 1]
+    if wrong or not axes:
+        raise SelectionError(
+            f"a mesh has axes of 1 device or more, got {', '.join(wrong) or 'no axis'}: mesh({name!r}, dcp=…)"
+        )
     devices, wanted = topology(name).devices, math.prod(axes.values())
     if len(devices) != wanted:
         shape = " × ".join(f"{axis} {size}" for axis, size in axes.items())

@@ -69,7 +69,8 @@ def attend(
         interpret=mode.interpret,
         name="sparse_mla",
     )(scales, q_values, q_rest, keys, valid[:, None, :])
-    return layout.result(out), lse[..., 0]
+    some = jnp.any(valid != 0, axis=1)[:, None, None]  # what has no key is 0, whatever the cache's scale is
+    return jnp.where(some, layout.result(out), 0), lse[..., 0]
 
 
 def _kernel(
@@ -102,7 +103,8 @@ def _kernel(
         dots = dots + against(q_rest[0, :, pl.ds(plane * LINE, layout.rest)], tail)
     logits = jnp.where(counts != 0, dots * scales[0], -jnp.inf)
     new_top = jnp.maximum(top[...], jnp.max(logits, axis=1, keepdims=True))
-    base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+    # Nothing yet, or a logit of +inf: whatever is subtracted, the exponential says the right thing of it.
+    base = jnp.where(jnp.abs(new_top) < jnp.inf, new_top, 0.0)
     # What does not count weighs 0 even where a NaN or an infinity among the others makes the base no number.
     weights = jnp.where(counts != 0, jnp.exp(logits - base), 0.0)
     kept = jnp.exp(top[...] - base)
@@ -113,8 +115,10 @@ def _kernel(
     @pl.when(step == pl.num_programs(1) - 1)
     def _finish() -> None:
         whole, high = total[...], top[...]
-        out[0] = (sums[...] / jnp.where(whole == 0, 1.0, whole) * scales[1]).astype(out.dtype)
-        lse[0] = jnp.where(jnp.isinf(high), high, high + jnp.log(whole))
+        # A maximum may hide a NaN behind +inf; the sum of weights does not.
+        share = jnp.where(high == jnp.inf, jnp.nan, scales[1] / jnp.where(whole == 0, 1.0, whole))
+        out[0] = (sums[...] * share).astype(out.dtype)
+        lse[0] = jnp.where(high == jnp.inf, whole, high + jnp.log(whole))
 
 
 def against(q: Array, keys: Array) -> Array:

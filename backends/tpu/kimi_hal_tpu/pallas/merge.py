@@ -18,10 +18,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kimi_hal.errors import SpecError
+from kimi_hal.errors import ContractError, SpecError
 from kimi_hal.ops.spec import DCP
 from kimi_hal.ops.topk_merge import TopKMergeSpec
 from kimi_hal.parallel import ownership
+from kimi_hal_tpu.pallas.contract import operand_problems
 from kimi_hal_tpu.pallas.mode import Array, Mode, Ref
 from kimi_hal_tpu.pallas.ring import MERGE, Ring, ring_of
 from kimi_hal_tpu.pallas.selection import SIGN, ordinals
@@ -64,15 +65,19 @@ def topk_merge(
 
     Raises:
         SpecError: another protocol: their second messages have no static size.
-        GroupError: the axis has another number of devices.
+        ContractError: an operand is not as the Spec says.
+        GroupError: the axis has another number of devices, or there is no such axis here.
     """
     if spec.protocol != "full":
         raise SpecError(
             f"the merge by remote DMA has protocol 'full', got {spec.protocol!r}: "
             f"TopKMergeSpec(protocol='full') gives the same winners"
         )
-    dcp, rank = spec.dcp, jax.lax.axis_index(axis)
-    ring = ring_of(axis, dcp.world)
+    given = {"scores": scores, "indices": indices, "row_len": row_len}
+    if reasons := list(operand_problems("topk_merge", spec, given)):
+        raise ContractError("topk_merge", reasons)
+    dcp, ring = spec.dcp, ring_of(axis, spec.dcp.world)
+    rank = jax.lax.axis_index(axis)
     if spec.meets() == 1:  # every rank holds all keys: nothing is sent
         bound = jnp.maximum(row_len, 0) if dcp.index == "replicated" else row_len
         everyones = ascending(_live(indices, bound))
@@ -84,7 +89,7 @@ def topk_merge(
     won = merge(ring, planes, spec, mode, barrier)[:, : index.shape[0], : spec.topk]
     mine = won[rank] if spec.return_global else won[0]
     local = ascending(jnp.where(mine >= 0, index, -1))
-    side_by_side = jnp.swapaxes(won, 0, 1).reshape(index.shape[0], -1)
+    side_by_side = jnp.swapaxes(won, 0, 1).reshape(index.shape[0], won.shape[0] * spec.topk)
     return _results(spec, local, ascending(side_by_side)[:, : spec.topk])
 
 

@@ -20,6 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kimi_hal.errors import ContractError, GroupError
 from kimi_hal.ops.all_gather import GatherSpec, gathered_rows, total_problem
+from kimi_hal_tpu.pallas.contract import operand_problems
 from kimi_hal_tpu.pallas.mode import Array, Mode, Ref
 
 #: Numbers of the barriers of kernels that meet other devices: no two that meet others share one.
@@ -95,9 +96,14 @@ def ring_of(axis: str, world: int) -> Ring:
     """Return the ring of a mesh axis that has as many devices as a Spec has ranks.
 
     Raises:
-        GroupError: it has not.
+        GroupError: it has not, or there is no such axis here.
     """
-    size = int(jax.lax.axis_size(axis))
+    try:
+        size = int(jax.lax.axis_size(axis))
+    except NameError as error:
+        raise GroupError(
+            f"no mesh axis {axis!r} here: call it in a program under jax.shard_map, over a mesh that has the axis"
+        ) from error
     if size != world:
         raise GroupError(
             f"mesh axis {axis!r} has {size} devices, the Spec has dcp.world={world}: "
@@ -113,18 +119,23 @@ def all_gather(
 
     Args:
         spec: of ``spec.dcp`` world and interleave count; its rank is the device's own.
-        x: this device's tensor; of 1, 2 or 4 bytes.
+        x: this device's tensor, as the Spec says; of 1, 2 or 4 bytes.
         axis: of the mesh whose program this is part of.
         mode: compiled or interpreted.
         total: as the operator takes it.
         barrier: its number; in a program with rings along several axes each has its own.
 
     Raises:
-        ContractError: ``total`` does not fit.
-        GroupError: the axis has another number of devices.
+        ContractError: x is not as the Spec says, its elements have 8 bytes, or ``total`` does not fit.
+        GroupError: the axis has another number of devices, or there is no such axis here.
     """
-    if problem := total_problem(spec, x.shape[0], total):
-        raise ContractError("all_gather", [problem])
+    reasons = [*operand_problems("all_gather", spec, {"x": x})]
+    if x.dtype.itemsize not in WORDS:
+        reasons.append(f"x must have elements of 1, 2 or 4 bytes for the ring, got {x.dtype.name}")
+    if not reasons and (problem := total_problem(spec, x.shape[0], total)):
+        reasons.append(problem)
+    if reasons:
+        raise ContractError("all_gather", reasons)
     ring = ring_of(axis, spec.dcp.world)
     shape = _shape(spec, x, total)
     if ring.world == 1 or not x.size:  # of one rank, or of nothing: in any order

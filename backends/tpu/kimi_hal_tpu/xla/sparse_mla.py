@@ -45,14 +45,17 @@ def sparse_mla(spec: SparseMLASpec, given: Given) -> tuple[Tensor, Tensor]:
         scale = scale * given["q_scale"]
     dots = product(query(spec, given["q"]), keys.transpose(1, 2), b_terms=count)
     logits = torch.where(valid[:, None], dots * scale, -torch.inf)
-    top = logits.amax(dim=2)
-    base = torch.where(top == -torch.inf, 0.0, top)
+    top = logits.amax(dim=2)  # XLA's maximum may hide a NaN behind +inf; the sum of weights does not
+    # Nothing yet, or a logit of +inf: whatever is subtracted, the exponential says the right thing of it.
+    base = torch.where(top.abs() < torch.inf, top, 0.0)
     # What does not count weighs 0 even where a NaN or an infinity among the others makes the base no number.
     weights = torch.where(valid[:, None], torch.exp(logits - base[..., None]), 0.0)
     total = weights.sum(dim=2)
     sums = product(weights, keys[..., : spec.kv_rank], a_terms=WHOLE, b_terms=count)
     out = sums / torch.where(total == 0, 1.0, total)[..., None] * factor
-    lse = torch.where(top.abs() == torch.inf, top, top + torch.log(total))
+    out = torch.where((top == torch.inf)[..., None], torch.nan, out)
+    out = torch.where(valid.any(dim=1)[:, None, None], out, 0.0)  # whatever the cache's scale is
+    lse = torch.where(top == torch.inf, total, top + torch.log(total))
     return out, lse if spec.return_lse else lse[:, :0]
 
 
