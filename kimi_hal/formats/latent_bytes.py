@@ -24,9 +24,15 @@ def check_scale(fmt: LatentFormat, k_scale: Tensor | None) -> None:
         raise FormatError(f"{fmt.name} carries its own scales and takes no k_scale")
 
 
-def _rows(fmt: LatentFormat, cache: Tensor, page: int) -> Tensor:
+def _pages(fmt: LatentFormat, cache: Tensor, page: int) -> Tensor:
     """View a cache as ``[pages, page, row_bytes]``."""
     return cache.view(cache.shape[0], page, fmt.row_bytes)
+
+
+def of_slots(fmt: LatentFormat, cache: Tensor, page: int, where: Tensor) -> Tensor:
+    """Return the bytes of the named slots, ``[n, row_bytes]``."""
+    where = where.to(torch.int64)
+    return _pages(fmt, cache, page)[where // page, where % page]
 
 
 def write(
@@ -47,7 +53,7 @@ def write(
     where = where[rows].to(torch.int64)
     kv_c, k_pe = parts
     packed = fmt.pack(kv_c[rows].float(), k_pe[rows].float(), k_scale)
-    _rows(fmt, cache, page)[where // page, where % page] = packed
+    _pages(fmt, cache, page)[where // page, where % page] = packed
 
 
 def read(
@@ -62,9 +68,7 @@ def read(
     slots.check_cache(fmt.name, cache, page * fmt.row_bytes)
     slots.check_slots(fmt.name, where, cache.shape[0] * page)
     check_scale(fmt, k_scale)
-    where = where.to(torch.int64)
-    rows = _rows(fmt, cache, page)[where // page, where % page]
-    return fmt.unpack(rows, k_scale, dtype or torch.float32)
+    return fmt.unpack(of_slots(fmt, cache, page, where), k_scale, dtype or torch.float32)
 
 
 def pack_scaled(fmt: TensorScaledLatent, kv_c: Tensor, k_pe: Tensor, k_scale: Tensor | None) -> Tensor:
@@ -119,11 +123,21 @@ def pack_flashmla(fmt: FlashMLALatent, kv_c: Tensor, k_pe: Tensor) -> Tensor:
 
 def unpack_flashmla(fmt: FlashMLALatent, rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``[n, 576]`` of 656-byte rows."""
-    codes, rest = rows[:, : fmt.kv_rank], rows[:, fmt.kv_rank :]
-    scale, k_pe = rest[:, : -2 * fmt.pe_dim], rest[:, -2 * fmt.pe_dim :]
-    factor = scale.clone(memory_format=torch.contiguous_format).view(torch.float32).to(dtype)
+    codes, k_pe = rows[:, : fmt.kv_rank], rows[:, -2 * fmt.pe_dim :]
+    factor = flashmla_scales(fmt, rows).to(dtype)
     values = scales.groups(minifloat.decode(codes, minifloat.E4M3FN, dtype), fmt.group)
     return torch.cat(((values * factor[..., None]).flatten(1), unpack_bf16(k_pe).to(dtype)), dim=-1)
+
+
+def flashmla_scales(fmt: FlashMLALatent, rows: Tensor) -> Tensor:
+    """Return the float32 scales ``[n, 4]`` of 656-byte rows, copied first so that they are aligned."""
+    held = rows[:, fmt.kv_rank : -2 * fmt.pe_dim]
+    return held.clone(memory_format=torch.contiguous_format).view(torch.float32)
+
+
+def no_scales(where: Tensor) -> Tensor:
+    """Return a scale of 1 for each of the named slots, ``[n, 1]``."""
+    return torch.ones(where.shape[0], 1, dtype=torch.float32, device=where.device)
 
 
 def bf16_bytes(x: Tensor) -> Tensor:

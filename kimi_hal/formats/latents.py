@@ -82,6 +82,16 @@ class LatentFormat:
 
         return latent_bytes.read(self, cache, page, slots, k_scale, dtype)
 
+    def scales(self, cache: Tensor, page: int, slots: Tensor) -> Tensor:
+        """Return the float32 scales that stand beside the latents of ``slots [n]``, in the order of the elements.
+
+        Returns:
+            ``[n, groups]`` float32, each for ``kv_rank / groups`` elements; one group of 1 where none stands there.
+        """
+        from kimi_hal.formats import latent_bytes
+
+        return latent_bytes.no_scales(slots)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TensorScaledLatent(LatentFormat):
@@ -142,6 +152,12 @@ class FlashMLALatent(LatentFormat):
         from kimi_hal.formats import latent_bytes
 
         return latent_bytes.unpack_flashmla(self, rows, dtype)
+
+    def scales(self, cache: Tensor, page: int, slots: Tensor) -> Tensor:
+        """Return the four scales of each record, ``[n, 4]`` float32."""
+        from kimi_hal.formats import latent_bytes
+
+        return latent_bytes.flashmla_scales(self, latent_bytes.of_slots(self, cache, page, slots))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,6 +107,24 @@ def test_read_gives_exact_values_in_float64(name):
     assert ours.tolist() == np.array(expected).tolist()
 
 
+def test_a_record_s_scales_are_those_of_its_bytes() -> None:
+    fmt = formats.latent("latent.flashmla.656")
+    _, cache = strided_cache(fmt, pages=3, page=5)
+    slots, parts = [0, 14, 6, 7, 5], some_latents(5)
+    write(fmt, cache, 5, slots, parts)
+    packed = [row(fmt, parts[0][i], parts[1][i]) for i in (3, 1)]
+    assert fmt.scales(cache, 5, torch.tensor([7, 14])).tolist() == [
+        p[512:528].copy().view("<f4").tolist() for p in packed
+    ]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "latent.flashmla.656"])
+def test_where_no_float32_scale_stands_in_a_row_there_is_one_of_1(name: str) -> None:
+    fmt = formats.latent(name)
+    cache = torch.zeros(1, 4 * fmt.row_bytes, dtype=torch.uint8)
+    assert fmt.scales(cache, 4, torch.tensor([2, 0])).tolist() == [[1.0], [1.0]]
+
+
 @pytest.mark.parametrize("name", [*NAMES])
 @pytest.mark.parametrize("fill", [0x00, 0x7F, 0x80, 0xFF])
 def test_reading_looks_at_no_other_byte(name, fill):

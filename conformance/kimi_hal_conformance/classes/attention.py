@@ -11,7 +11,6 @@ from torch import Tensor
 
 from kimi_hal import formats
 from kimi_hal.formats import minifloat
-from kimi_hal.formats.latents import FlashMLALatent
 from kimi_hal.ops.sparse_mla import SparseMLASpec
 from kimi_hal.reference import composites, sparse_mla
 from kimi_hal_conformance.oracle import Answer, Question
@@ -84,16 +83,12 @@ def scales_narrowed(
     spec: SparseMLASpec, cache: Tensor, slots: Tensor, k_scale: Tensor | None, key: Narrow
 ) -> Tensor:
     """Return what narrowing each key's scales multiplies its elements by, ``[n, 576]`` or ``[1]``."""
-    fmt = formats.latent(spec.latent)
     if k_scale is not None:
         return key(k_scale.to(F64)) / k_scale.to(F64)
+    scale = formats.latent(spec.latent).scales(cache, spec.page, slots).to(F64)
+    narrow = torch.where(scale.isfinite() & (scale != 0), key(scale) / scale, 1.0)
     factor = torch.ones(slots.shape[0], spec.kv_rank + spec.pe_dim, dtype=F64)
-    if isinstance(fmt, FlashMLALatent):
-        rows = cache[slots // spec.page].view(slots.shape[0], spec.page, fmt.row_bytes)
-        held = rows[torch.arange(slots.shape[0]), slots % spec.page, 512:528].contiguous().view(torch.float32)
-        scale = held.to(F64)
-        narrow = torch.where(scale.isfinite() & (scale != 0), key(scale) / scale, 1.0)
-        factor[:, : spec.kv_rank] = narrow.repeat_interleave(fmt.group, dim=1)
+    factor[:, : spec.kv_rank] = narrow.repeat_interleave(spec.kv_rank // scale.shape[1], dim=1)
     return factor
 
 
