@@ -30,7 +30,8 @@ THROUGHOUT = (
     "index_scales",
     "operand_dtypes",
     "many_rows",
-    "pages",
+    "missing_pages",
+    "score_widths",
 )
 
 

@@ -1,9 +1,8 @@
-"""Entries of block tables that name no page, and widths that Limits set: what a request has and what a row holds."""
+"""Entries of block tables that name no page."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 
@@ -37,7 +36,7 @@ def missing(make: Make) -> Make:
 
 
 def cases() -> Iterator[Case]:
-    """Every operator that reads a table, then rows of scores of another width."""
+    """Every operator that reads a table."""
     scored = IndexerSpec(index=FP8, num_heads=3)
     yield case("indexer_logits", scored, score_operands(scored, LENGTHS, 2))
     select = IndexerTopKSpec(index=FP8, num_heads=3, topk=200, return_selected=True)
@@ -47,10 +46,6 @@ def cases() -> Iterator[Case]:
         yield case("sparse_mla", attend, attention_operands(attend, 6, 64, 300), f"/{space}")
     whole = dsa_spec(1)  # of requests with fewer keys than are selected, so that nothing is decided by scores
     yield case("dsa_decode", whole, dsa_operands(whole, (48, 40, 33), False))
-    for align in (16, 96):
-        width = replace(LIMITS, max_context=300, logits_align=align)
-        name, make = f"indexer_logits/limits/align{align}", score_operands(scored, LENGTHS, 1)
-        yield Case(name, "indexer_logits", scored, width, make, since=INTERP)
 
 
 def case(operator: str, spec: Spec, make: Make, label: str = "") -> Case:
@@ -60,11 +55,8 @@ def case(operator: str, spec: Spec, make: Make, label: str = "") -> Case:
 
 
 WHY = {
-    "indexer_logits/limits/": "A row of scores is as wide as Limits say: their context and their alignment.",
-    **{
-        f"{operator}/edges/no-such-page": "Entries of a table behind the last page, and negative ones, name none."
-        for operator in ("indexer_logits", "indexer_topk", "sparse_mla", "dsa_decode")
-    },
+    f"{operator}/edges/no-such-page": "Entries of a table behind the last page, and negative ones, name none."
+    for operator in ("indexer_logits", "indexer_topk", "sparse_mla", "dsa_decode")
 }
 
 add(cases(), WHY)
