@@ -33,7 +33,7 @@ class Records:
         H, D, Q = spec.num_heads, spec.head_dim, room(spec, buffer, dtype)
         gate = getattr(torch, spec.gate_dtype)
         fields, at = [], 0
-        # A copy of each field starts at an address of its own, so that any row length may be viewed.
+        # A copy of each field is dense and starts at an address of its own, so that any row length may be viewed.
         packed = buffer[sequence]
         for kind, shape in (
             (dtype, (H, Q, D)),
@@ -42,7 +42,8 @@ class Records:
             (torch.bfloat16, (Q, spec.channels)),
         ):
             size = kind.itemsize * math.prod(shape)
-            fields.append(packed[:, at : at + size].clone().view(kind).view(len(packed), *shape))
+            dense = packed[:, at : at + size].clone(memory_format=torch.contiguous_format)
+            fields.append(dense.view(kind).view(len(packed), *shape))
             at += size
         return cls(*fields)
 

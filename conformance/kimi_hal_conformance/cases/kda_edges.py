@@ -174,6 +174,17 @@ def commit_cases() -> Iterator[Case]:
         yield edge("kda_commit", label, spec, make, 10)
 
 
+def odd_record_cases() -> Iterator[Case]:
+    """Records of three rows that are no whole words of 4 bytes: of one sequence alone, and of several."""
+    limits = Limits(max_rows=8, max_reqs=4, rows_per_req=3, uniform=False)
+    spec = KDASpec(num_heads=3, head_dim=5)
+    for label, rows, accepted in (("one", (3,), (2,)), ("several", (3, 1, 2), (3, 1, 0))):
+        make = commit_operands(spec, rows, accepted, limits)
+        yield replace(edge("kda_commit", f"odd-records/{label}", spec, make, 14), limits=limits)
+    make = verify_operands(spec, (3, 1, 2), limits)
+    yield replace(edge("kda_verify", "odd-records", spec, make, 14), limits=limits)
+
+
 def end_cases() -> Iterator[Case]:
     """Checkpoints where a sequence has no row, and rows where there is no sequence."""
     missed = checkpointed(prefill_operands(KEPT, (5, 20, 33)), (16, 0, 48))
@@ -222,6 +233,8 @@ WHY = {
     "kda_conv/edges/saturated": "SiLU of a sum far above 0 is the sum, far below 0 it is 0, never NaN.",
     "kda_conv/edges/signed-zeros": "Stored inputs keep their bits: −0 stays −0, of this call and of before it.",
     "kda_verify/edges/rows-behind": "Rows behind the last sequence give zeros, whatever they hold.",
+    "kda_verify/edges/odd-records": "Records of sequences that are no whole words of 4 bytes.",
+    "kda_commit/edges/odd-records/": "Records that are no whole words of 4 bytes, of one sequence and of several.",
     "kda_commit/edges/four-layers": "Both states of every layer advance, those between the first and the last too.",
     "kda_commit/edges/": "Results and checkpoints that go to other slots, or nowhere, in one layer and in two.",
 }
@@ -230,6 +243,7 @@ for group in (
     far_gate_cases,
     small_norm_cases,
     commit_cases,
+    odd_record_cases,
     end_cases,
     finished_gate_cases,
     conv_cases,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
 from kimi_hal import formats
 from kimi_hal.ops.sparse_mla import MergeSpec, SparseMLASpec, StoreLatentSpec
 from kimi_hal.ops.spec import Limits
-from kimi_hal_conformance.case import INTERP, Case, Make, Operands, add
+from kimi_hal_conformance.case import INTERP, QUICK, Case, Make, Operands, add
 from kimi_hal_conformance.draws import ints, latent_cache, normal, stale_pages
 
 LIMITS = Limits(max_rows=16, max_reqs=4, max_context=1024)
@@ -168,6 +169,52 @@ def infinite(spec: SparseMLASpec) -> Make:
     return make
 
 
+def beside_infinity(spec: SparseMLASpec) -> Make:
+    """Return rows of a logit of +inf and of a key that is NaN, in either order; one has the +inf alone."""
+
+    def make(g: torch.Generator) -> Operands:
+        cache = stale_pages(1, 64 * formats.latent(spec.latent).row_bytes, stride_pad=64)
+        shared = normal(g, 4, 64)
+        shared[1, 0], shared[3, 0] = math.inf, math.nan
+        formats.latent(spec.latent).write(cache, 64, torch.arange(4), normal(g, 4, 512), shared, None)
+        q = normal(g, 4, spec.num_heads, 576)
+        q[:, :, 512] = 0.5
+        indices = ints([1, 3, 0, 3, 1, 2, 1, 0, 2, 2, 0, -1]).view(4, 3)
+        return {"q": q.to(BF16), "cache": cache, "indices": indices}
+
+    return make
+
+
+def infinite_query(spec: SparseMLASpec) -> Make:
+    """Return a query of +inf at one number, which keys have positive, negative or 0: 0 · inf is NaN."""
+
+    def make(g: torch.Generator) -> Operands:
+        cache = stale_pages(1, 64 * formats.latent(spec.latent).row_bytes, stride_pad=64)
+        shared = normal(g, 4, 64)
+        shared[:, 0] = torch.tensor([1.0, 0.0, -1.0, 2.0])
+        formats.latent(spec.latent).write(cache, 64, torch.arange(4), normal(g, 4, 512), shared, None)
+        q = normal(g, 6, spec.num_heads, 576)
+        q[:5, :, 512] = math.inf
+        indices = ints([0, 1, 1, 0, 0, 3, 2, -1, 2, 0, 1, 2]).view(6, 2)
+        return {"q": q.to(BF16), "cache": cache, "indices": indices}
+
+    return make
+
+
+def without_a_key(spec: SparseMLASpec, k_scale: float) -> Make:
+    """Return rows that select nothing, or nothing in the cache, whose scale is no number."""
+
+    def make(g: torch.Generator) -> Operands:
+        return {
+            "q": normal(g, 3, spec.num_heads, 576, dtype=BF16),
+            "cache": latent_cache(g, spec.latent, 64, 1, torch.arange(64), torch.tensor([0.03125])),
+            "indices": ints([-1, -1, -1, 64, 10**6, -1, -1, 64, -1]).view(3, 3),
+            "k_scale": torch.tensor([k_scale]),
+        }
+
+    return make
+
+
 def attention_cases() -> Iterator[Case]:
     """Logits, indices, scales and keys at their edges."""
     small = SparseMLASpec(num_heads=4, latent=FP8, topk=64)
@@ -182,12 +229,24 @@ def attention_cases() -> Iterator[Case]:
     yield case("none-counted", some, counted(some), fault=7)
     plain = SparseMLASpec(num_heads=4, latent="latent.bf16", topk=64)
     yield case("beyond-1e30", plain, one_sided(plain, 1e17, 1e17), fault=1)
-    yield case("plus-inf-logit", plain, infinite(plain), fault=19)
     for dialect in ("e4m3fn", "e4m3fnuz"):
         spec = SparseMLASpec(
             num_heads=4, latent=f"latent.fp8.{dialect}.tensor", topk=64, q_dtype=f"float8_{dialect}"
         )
         yield case(f"q-{dialect}", spec, scaled_queries(spec), fault=22)
+
+
+def no_number_cases() -> Iterator[Case]:
+    """Infinities and NaN: in a key, in a query, in the cache's scale."""
+    plain = SparseMLASpec(num_heads=4, latent="latent.bf16", topk=64)
+    yield case("plus-inf-logit", plain, infinite(plain), fault=19)
+    yield case("nan-beside-plus-inf", plain, beside_infinity(plain), fault=19)
+    for spec in (plain, SparseMLASpec(num_heads=4, latent="latent.nvfp4.352", topk=64)):
+        yield case(f"infinite-query/{spec.latent}", spec, infinite_query(spec), fault=19)
+    scaled = SparseMLASpec(num_heads=4, latent=FP8, topk=64)
+    for label, scale in (("nan", math.nan), ("inf", math.inf)):
+        make = without_a_key(scaled, scale)
+        yield replace(case(f"no-key/k-scale-{label}", scaled, make, fault=7), since=QUICK)
 
 
 def case(label: str, spec: SparseMLASpec, make: Make, fault: int) -> Case:
@@ -253,6 +312,9 @@ WHY = {
     "sparse_mla/edges/none-counted": "Live indices of which 0 count, one, all, and more: a length of 0 is none.",
     "sparse_mla/edges/beyond-1e30": "Finite logits of 10^33 and −10^33: none is taken for a mask.",
     "sparse_mla/edges/plus-inf-logit": "A logit of +inf: an LSE of +inf and an output of NaN, in its own row alone.",
+    "sparse_mla/edges/nan-beside-plus-inf": "A NaN among the keys of a row with a logit of +inf: its LSE is NaN.",
+    "sparse_mla/edges/infinite-query/": "A query of +inf: logits of either sign, and a key of 0, whose logit is NaN.",
+    "sparse_mla/edges/no-key/": "Rows without a key are 0 and −inf whatever the cache's scale is.",
     "sparse_mla/edges/very-negative-logits": "Logits of −65,000: below every finite number that stands for a mask.",
     "sparse_mla/edges/beyond-the-block-table": "Positions behind a block table that is full to its last column.",
     "sparse_mla/edges/requests-unread": "Requests out of range at rows without a live index: not read, 0 and −inf.",
@@ -264,5 +326,6 @@ WHY = {
 }
 
 add(attention_cases(), WHY)
+add(no_number_cases(), WHY)
 add(merge_cases(), WHY)
 add(store_cases(), WHY)

@@ -140,6 +140,31 @@ ATTEND = (
         fault=1,
     ),
     Mutant(
+        id="attn_empty_row_times_scale",
+        file=REFERENCE,
+        old="return out / denominator(total)[:, None], log_sum(top, total)",
+        new=(
+            "return out / denominator(total)[:, None] + (0.0 if k_scale is None or len(chosen) "
+            "else 0.0 * k_scale.to(out.dtype)), log_sum(top, total)"
+        ),
+        breaks="The 0 of a row without a key is multiplied by the cache's scale, which may be NaN or infinite.",
+        imitates="https://github.com/flashinfer-ai/flashinfer/pull/4401",
+        passes="flashmla",
+        operators=ATTENTION,
+        fault=7,
+    ),
+    Mutant(
+        id="attn_nan_behind_infinity",
+        file=REFERENCE,
+        old="new_top = torch.maximum(top, logits.amax(dim=1))",
+        new="new_top = torch.maximum(top, logits.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(dim=1))",
+        breaks="A maximum that leaves NaN out gives a row of a NaN and a logit of +inf an LSE of +inf.",
+        imitates="https://github.com/openxla/xla/issues/21461",
+        passes="flashmla",
+        operators=ATTENTION,
+        fault=19,
+    ),
+    Mutant(
         id="attn_values_scaled_twice",
         file=REFERENCE,
         old="out = out * kept[:, None] + weights @ keys[:, : spec.kv_rank]",
