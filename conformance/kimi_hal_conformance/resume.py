@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import msgspec
 
+from kimi_hal.dispatch.matching import distribution
 from kimi_hal.errors import KimiHalError
 from kimi_hal_conformance.schema import Report, Tested
 from kimi_hal_conformance.schema import read as read_report
@@ -59,7 +59,7 @@ def _differences(earlier: Report, now: Mapping[str, object], versions: Mapping[s
         if before != value:
             yield f"its {name} is {before!r}, this run's {value!r}"
     for name, before in earlier.environment.versions.items():
-        here = versions.get(name) or _installed(name)
+        here = versions.get(name) or distribution(name)  # neither has what only a device's hooks name
         if here and _public(here) != _public(before):
             yield f"its {name} is version {before}, here it is {here}"
 
@@ -67,14 +67,6 @@ def _differences(earlier: Report, now: Mapping[str, object], versions: Mapping[s
 def _public(version: str) -> str:
     """Return a version without its local part: a wheel's metadata may lack what the library says of its build."""
     return version.partition("+")[0]
-
-
-def _installed(name: str) -> str:
-    """Return the version of an installed library; empty for what only a device's hooks can name."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
 
 
 def kept(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
 
@@ -12,6 +11,7 @@ from kimi_hal import ops
 from kimi_hal.dispatch import composed
 from kimi_hal.dispatch.contract import Implementation, Probe
 from kimi_hal.dispatch.loader import Loaded, candidates
+from kimi_hal.dispatch.matching import distribution
 from kimi_hal.dispatch.sources import source_hash
 from kimi_hal.errors import PluginError, unknown
 from kimi_hal.ops.composites import part_specs
@@ -122,26 +122,15 @@ def lacking(implementation: Implementation, loaded: Loaded, probe: Probe) -> str
             if reasons and all(reasons):
                 return f"its part {part} cannot run: {reasons[0]}"
         return ""
+    known = {*probe.facts, *loaded.backend.facts}
     absent = [
-        next(
-            (n for n in c.requires if n not in {*probe.facts, *loaded.backend.facts} and not _installed(n)),
-            "",
-        )
+        next((n for n in c.requires if n not in known and distribution(n) is None), "")
         for c in implementation.capabilities
     ]
     if not absent or not all(absent):
         return ""
     name = absent[0]
     return f"{name} is not installed; it needs {name}{implementation.capabilities[0].requires.get(name, '')}"
-
-
-def _installed(name: str) -> bool:
-    """Tell whether a distribution is installed."""
-    try:
-        version(name)
-    except PackageNotFoundError:
-        return False
-    return True
 
 
 def left_out(case: Case, implementation: Implementation, loaded: Loaded, profile: str) -> str:
