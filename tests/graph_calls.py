@@ -58,7 +58,8 @@ def poisoned(plan: Plan, operands: Mapping[str, Any]) -> dict[str, torch.Tensor]
         s.keyword: torch.empty(tuple(s.shape), dtype=torch_dtype(s.dtype), device=plan.device) for s in shapes
     }
     for buffer in made.values():
-        buffer.view(torch.uint8).fill_(0x7F) if buffer.numel() else buffer
+        if buffer.numel():
+            buffer.view(torch.uint8).fill_(0x7F)
     return made
 
 

@@ -41,7 +41,7 @@ def run(path: Path, *options: str) -> list[tuple[str, str, tuple[str, ...]]]:
 @pytest.mark.parametrize("operator", sorted({implementation.operator for implementation in PALLAS}))
 def test_the_kernels_keep_the_contract_interpreted(operator: str, tmp_path: Path) -> None:
     options = ("--execution", "interpreted", "--profile", "interp", "--operator", operator, "--limit", "1500")
-    verdicts = run(tmp_path / "report.json", *options)
+    verdicts = run(tmp_path / "report.json", *options)  # its exit status is checked there: none fails
     assert any(status == PASSED for _, status, _ in verdicts)
 
 

@@ -30,7 +30,7 @@ def run(path: Path, *options: str) -> list[tuple[str, str, str]]:
 @pytest.mark.parametrize("operator", sorted(SPECS))
 def test_the_programs_keep_the_contract(operator: str, tmp_path: Path) -> None:
     options = ("--implementation", "tpu.xla", "--profile", "interp", "--operator", operator)
-    verdicts = run(tmp_path / "report.json", *options)
+    verdicts = run(tmp_path / "report.json", *options)  # its exit status is checked there: none fails
     assert any(status == PASSED for _, _, status in verdicts)
 
 
