@@ -107,10 +107,10 @@ def shapes(operator: str, rows: Sequence[int], lengths: Sequence[int]) -> list[A
         if operator == "sparse_mla":
             found[Shape(count, 1, power(K3_1_PRO.topk))] = None
         elif operator == "topk_select" or operator in SCORED:
-            each = count if operator in SCORED and count > 64 else 1
+            rows_per_req = count if operator in SCORED and count > 64 else 1
             for length in map(power, lengths):
                 if count * length <= SCORES:
-                    found[Shape(count, each, length)] = None
+                    found[Shape(count, rows_per_req, length)] = None
         else:
             found[Shape(count)] = None
     return list(found)

@@ -31,25 +31,27 @@ class Shape:
 
     Args:
         rows: query rows of a call.
-        each: rows of a request, where an operator reads a request's keys for all of its rows.
+        rows_per_req: rows of a request, where an operator reads a request's keys for all of its rows.
         length: keys of a row: scores, or selected keys; 1 where there are none.
     """
 
     rows: int
-    each: int = 1
+    rows_per_req: int = 1
     length: int = 1
 
     def distance(self, other: Shape) -> float | None:
         """Return how far another class is, in doublings of all sizes together; None beyond ``REACH`` in any."""
-        apart = [
-            abs(math.log2(a / b))
-            for a, b in ((self.rows, other.rows), (self.each, other.each), (self.length, other.length))
-        ]
+        sizes = (
+            (self.rows, other.rows),
+            (self.rows_per_req, other.rows_per_req),
+            (self.length, other.length),
+        )
+        apart = [abs(math.log2(a / b)) for a, b in sizes]
         return None if max(apart) > math.log2(REACH) else sum(apart)
 
     def __str__(self) -> str:
-        each = f" by {self.each}" if self.each > 1 else ""
-        return f"{self.rows} rows{each}" + (f" × {self.length}" if self.length > 1 else "")
+        together = f" by {self.rows_per_req}" if self.rows_per_req > 1 else ""
+        return f"{self.rows} rows{together}" + (f" × {self.length}" if self.length > 1 else "")
 
 
 def power(size: int) -> int:
@@ -62,8 +64,8 @@ def shape(operator: str, spec: Any, limits: Limits) -> Shape:
     rows = power(limits.max_rows)
     if operator in ("indexer_logits", "indexer_topk", "topk_select"):
         keys = ownership.of_keys(spec.dcp)
-        each = 1 if operator == "topk_select" else power(limits.rows_per_req)
-        return Shape(rows, min(each, rows), power(-(-limits.max_context // keys.world)))
+        rows_per_req = 1 if operator == "topk_select" else power(limits.rows_per_req)
+        return Shape(rows, min(rows_per_req, rows), power(-(-limits.max_context // keys.world)))
     if operator == "sparse_mla":
         return Shape(rows, 1, power(spec.topk))
     return Shape(rows)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +217,7 @@ def _text(held: Mapping[str, Any], name: str) -> str:
 def _lines(held: Sequence[Any], label: str) -> Iterator[Line]:
     for number, line in enumerate(held, 1):
         try:
-            sizes = {name: int(line["shape"][name]) for name in ("rows", "each", "length")}
+            sizes = {name: int(line["shape"][name]) for name in ("rows", "rows_per_req", "length")}
             if min(sizes.values()) < 1:
                 raise ValueError(f"sizes are 1 or more, got {sizes}")
             ranking = tuple(
@@ -254,7 +254,7 @@ def _line(line: Line) -> dict[str, Any]:
     return {
         "operator": line.operator,
         "spec": dict(line.spec),
-        "shape": {"rows": line.shape.rows, "each": line.shape.each, "length": line.shape.length},
+        "shape": asdict(line.shape),
         "ranking": [
             {"implementation": e.implementation, "us": e.us}
             | ({"configuration": dict(e.configuration)} if e.configuration else {})

@@ -39,13 +39,15 @@ class Work:
 
 def limits(operator: str, shape: Shape, spec: Any) -> Limits:
     """Return the Limits whose class of shapes this is."""
-    requests = max(1, shape.rows // shape.each)
+    requests = max(1, shape.rows // shape.rows_per_req)
     context = shape.length
     if operator in ("indexer_logits", "indexer_topk", "topk_select"):
         context *= ownership.of_keys(spec.dcp).world
     else:
         context = 1 << 20
-    return Limits(max_rows=shape.rows, max_reqs=requests, max_context=context, rows_per_req=shape.each)
+    return Limits(
+        max_rows=shape.rows, max_reqs=requests, max_context=context, rows_per_req=shape.rows_per_req
+    )
 
 
 def size(operator: str, spec: Any, shape: Shape) -> int:
@@ -55,7 +57,7 @@ def size(operator: str, spec: Any, shape: Shape) -> int:
     if operator == "topk_select":
         largest = scores
     elif operator in ("indexer_logits", "indexer_topk"):
-        keys = max(1, shape.rows // shape.each) * shape.length
+        keys = max(1, shape.rows // shape.rows_per_req) * shape.length
         largest = keys * formats.index(spec.index).row_bytes + (scores if operator == "indexer_logits" else 0)
     elif operator == "sparse_mla":
         largest = TOKENS * formats.latent(spec.latent).row_bytes + shape.rows * spec.num_heads * QUERY
@@ -95,7 +97,7 @@ def _scored(spec: Any, shape: Shape, sizes: Limits, device: torch.device) -> dic
         "weights": weights.to(torch_dtype(spec.weights_dtype)),
         "cache": _pages(encoded, requests * columns),
         "block_table": table,
-        "row_req": torch.arange(rows, device=device).int() // shape.each,
+        "row_req": torch.arange(rows, device=device).int() // shape.rows_per_req,
         "row_len": torch.full((rows,), sizes.max_context, dtype=torch.int32, device=device),
     }
 

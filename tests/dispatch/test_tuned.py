@@ -225,10 +225,10 @@ def line(**fields: Any) -> str:
             changed(lines=None),
             "t.json is no table of measurements: TypeError: 'NoneType' object is not iterable",
         ),
-        (line(shape={"rows": 1, "each": 1}), "t.json, line 1: KeyError: 'length'"),
+        (line(shape={"rows": 1, "rows_per_req": 1}), "t.json, line 1: KeyError: 'length'"),
         (
-            line(shape={"rows": 0, "each": 1, "length": 1}),
-            "t.json, line 1: ValueError: sizes are 1 or more, got {'rows': 0, 'each': 1, 'length': 1}",
+            line(shape={"rows": 0, "rows_per_req": 1, "length": 1}),
+            "t.json, line 1: ValueError: sizes are 1 or more, got {'rows': 0, 'rows_per_req': 1, 'length': 1}",
         ),
         (line(ranking=[{"us": 1}]), "t.json, line 1: KeyError: 'implementation'"),
     ],
