@@ -15,8 +15,8 @@ ROWS = (1, 8, 64, 512, 4096)
 LENGTHS = (8192, 32768, 131072, 1048576)
 #: Scores of one call at most: more than a plan of logits is made for.
 SCORES = 1 << 28
-#: Operators that read a request's keys for all of its rows: few rows of many requests, or many of one.
-SCORED = ("indexer_logits", "indexer_topk")
+#: Where a request's keys are read for all of its rows: so many rows are of as many requests, and more are of one.
+ALONE = 64
 
 
 @click.command(name="bench")
@@ -70,14 +70,14 @@ def command(operators: tuple[str, ...], tune: Path | None, device: str | None, *
 
 def chosen(operators: Sequence[str]) -> list[str]:
     """Return the operators to measure, all of them where none is named."""
-    from kimi_hal.tuning.operands import MAKERS
+    from kimi_hal.tuning.operands import OPERANDS
 
     for name in operators:
-        if name not in MAKERS:
+        if name not in OPERANDS:
             raise click.BadParameter(
-                f"no operands for {name!r}{nearest(name, MAKERS) or '.'} Possible: {', '.join(MAKERS)}"
+                f"no operands for {name!r}{nearest(name, OPERANDS) or '.'} Possible: {', '.join(OPERANDS)}"
             )
-    return list(operators or MAKERS)
+    return list(operators or OPERANDS)
 
 
 def specs(operator: str, options: dict[str, Any]) -> list[Any]:
@@ -99,18 +99,15 @@ def specs(operator: str, options: dict[str, Any]) -> list[Any]:
 
 def shapes(operator: str, rows: Sequence[int], lengths: Sequence[int]) -> list[Any]:
     """Return the classes of shapes to measure, each once."""
-    from kimi_hal.dispatch.shapes import Shape, power
+    from kimi_hal.dispatch.shapes import CONTEXT, SELECTED, Shape, kind, power
     from kimi_hal.model import K3_1_PRO
 
-    found: dict[Shape, None] = {}
-    for count in map(power, rows):
-        if operator == "sparse_mla":
-            found[Shape(count, 1, power(K3_1_PRO.topk))] = None
-        elif operator == "topk_select" or operator in SCORED:
-            rows_per_req = count if operator in SCORED and count > 64 else 1
-            for length in map(power, lengths):
-                if count * length <= SCORES:
-                    found[Shape(count, rows_per_req, length)] = None
-        else:
-            found[Shape(count)] = None
-    return list(found)
+    own = kind(operator)
+    keys = {CONTEXT: [power(n) for n in lengths], SELECTED: [power(K3_1_PRO.topk)]}.get(own.keys, [1])
+    found = (
+        Shape(count, count if own.together and count > ALONE else 1, length)
+        for count in map(power, rows)
+        for length in keys
+        if own.keys != CONTEXT or count * length <= SCORES
+    )
+    return list(dict.fromkeys(found))

@@ -21,8 +21,34 @@ FIELDS = {
     "store_latent": ("latent",),
     "merge_attn_states": ("dim", "dtype", "num_heads", "parts"),
 }
+#: Where a row's keys come from: this rank's share of the context, or those that were selected; else it has none.
+CONTEXT, SELECTED = "context", "selected"
+#: Context of a class that says nothing of it.
+UNTOLD = 1 << 20
 #: How far from a measured class another may be, as a factor of each size: beyond it nothing is known.
 REACH = 4
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Which sizes the classes of an operator have beside rows.
+
+    Args:
+        keys: ``CONTEXT``, ``SELECTED``, or empty.
+        together: a request's keys are read for all of its rows.
+    """
+
+    keys: str = ""
+    together: bool = False
+
+
+#: By operator; of the others rows alone count.
+KINDS = {
+    "indexer_logits": Kind(CONTEXT, together=True),
+    "indexer_topk": Kind(CONTEXT, together=True),
+    "topk_select": Kind(CONTEXT),
+    "sparse_mla": Kind(SELECTED),
+}
 
 
 @dataclass(frozen=True, order=True)
@@ -59,16 +85,32 @@ def power(size: int) -> int:
     return 1 << max(0, size - 1).bit_length()
 
 
+def kind(operator: str) -> Kind:
+    """Return which sizes the classes of an operator have."""
+    return KINDS.get(operator, Kind())
+
+
 def shape(operator: str, spec: Any, limits: Limits) -> Shape:
     """Return the class of shapes of a plan with these Limits."""
-    rows = power(limits.max_rows)
-    if operator in ("indexer_logits", "indexer_topk", "topk_select"):
-        keys = ownership.of_keys(spec.dcp)
-        rows_per_req = 1 if operator == "topk_select" else power(limits.rows_per_req)
-        return Shape(rows, min(rows_per_req, rows), power(-(-limits.max_context // keys.world)))
-    if operator == "sparse_mla":
-        return Shape(rows, 1, power(spec.topk))
-    return Shape(rows)
+    own, rows = kind(operator), power(limits.max_rows)
+    rows_per_req = min(rows, power(limits.rows_per_req)) if own.together else 1
+    length = 1
+    if own.keys == CONTEXT:
+        length = power(-(-limits.max_context // ownership.of_keys(spec.dcp).world))
+    elif own.keys == SELECTED:
+        length = power(spec.topk)
+    return Shape(rows, rows_per_req, length)
+
+
+def limits(operator: str, spec: Any, sizes: Shape) -> Limits:
+    """Return the Limits whose class of shapes this is: ``shape`` makes it of them again."""
+    context = UNTOLD
+    if kind(operator).keys == CONTEXT:
+        context = sizes.length * ownership.of_keys(spec.dcp).world
+    requests = max(1, sizes.rows // sizes.rows_per_req)
+    return Limits(
+        max_rows=sizes.rows, max_reqs=requests, max_context=context, rows_per_req=sizes.rows_per_req
+    )
 
 
 def decisive(operator: str, spec: Spec) -> dict[str, Any]:

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kimi_hal import formats
-from kimi_hal.dispatch.shapes import Shape
+from kimi_hal.dispatch.shapes import Shape, limits
 from kimi_hal.ops.indexer import IndexQuerySpec
 from kimi_hal.ops.operator import torch_dtype
 from kimi_hal.ops.spec import Limits
-from kimi_hal.parallel import ownership
 from kimi_hal.reference import indexer
 
 #: Pages that are encoded, and tokens of a latent cache at most.
@@ -37,41 +36,19 @@ class Work:
     operands: Mapping[str, Any]
 
 
-def limits(operator: str, shape: Shape, spec: Any) -> Limits:
-    """Return the Limits whose class of shapes this is."""
-    requests = max(1, shape.rows // shape.rows_per_req)
-    context = shape.length
-    if operator in ("indexer_logits", "indexer_topk", "topk_select"):
-        context *= ownership.of_keys(spec.dcp).world
-    else:
-        context = 1 << 20
-    return Limits(
-        max_rows=shape.rows, max_reqs=requests, max_context=context, rows_per_req=shape.rows_per_req
-    )
-
-
 def size(operator: str, spec: Any, shape: Shape) -> int:
-    """Return the bytes of the largest operands and results of a class, before any is made."""
-    scores = 4 * shape.rows * shape.length
-    largest: int = 0
-    if operator == "topk_select":
-        largest = scores
-    elif operator in ("indexer_logits", "indexer_topk"):
-        keys = max(1, shape.rows // shape.rows_per_req) * shape.length
-        largest = keys * formats.index(spec.index).row_bytes + (scores if operator == "indexer_logits" else 0)
-    elif operator == "sparse_mla":
-        largest = TOKENS * formats.latent(spec.latent).row_bytes + shape.rows * spec.num_heads * QUERY
-    return largest
+    """Return the bytes of the largest operands and results of a class, before any is made; 0 where all are small."""
+    return OPERANDS[operator].size(spec, shape)
 
 
 def make(operator: str, spec: Any, shape: Shape, device: str) -> Work:
     """Return what is measured for an operator, a Spec and a class of shapes.
 
     Raises:
-        KeyError: there are no such operands: the operator is none of ``OPERATORS``.
+        KeyError: there are no such operands: the operator is none of ``OPERANDS``.
     """
-    sizes = limits(operator, shape, spec)
-    return Work(sizes, MAKERS[operator](spec, shape, sizes, torch.device(device)))
+    sizes = limits(operator, spec, shape)
+    return Work(sizes, OPERANDS[operator].make(spec, shape, sizes, torch.device(device)))
 
 
 def _pages(encoded: Tensor, count: int) -> Tensor:
@@ -181,14 +158,42 @@ def _merged(spec: Any, shape: Shape, sizes: Limits, device: torch.device) -> dic
     }
 
 
-Maker = Callable[[Any, Shape, Limits, torch.device], dict[str, Any]]
-MAKERS: dict[str, Maker] = {
-    "indexer_logits": _scored,
-    "indexer_topk": _scored,
-    "topk_select": _selected,
-    "sparse_mla": _attended,
-    "quantize_index_query": _quantised,
-    "store_index_keys": _stored_keys,
-    "store_latent": _stored_latents,
-    "merge_attn_states": _merged,
+def _small(spec: Any, shape: Shape) -> int:
+    return 0
+
+
+def _scores(spec: Any, shape: Shape) -> int:
+    return 4 * shape.rows * shape.length
+
+
+def _keys(spec: Any, shape: Shape) -> int:
+    keys: int = max(1, shape.rows // shape.rows_per_req) * shape.length
+    return keys * formats.index(spec.index).row_bytes
+
+
+def _keys_and_scores(spec: Any, shape: Shape) -> int:
+    return _keys(spec, shape) + _scores(spec, shape)
+
+
+def _latents(spec: Any, shape: Shape) -> int:
+    queries: int = shape.rows * spec.num_heads * QUERY
+    return TOKENS * formats.latent(spec.latent).row_bytes + queries
+
+
+class Source(NamedTuple):
+    """How the operands of an operator are made, and how many bytes the large ones take."""
+
+    make: Callable[[Any, Shape, Limits, torch.device], dict[str, Any]]
+    size: Callable[[Any, Shape], int] = _small
+
+
+OPERANDS = {
+    "indexer_logits": Source(_scored, _keys_and_scores),
+    "indexer_topk": Source(_scored, _keys),
+    "topk_select": Source(_selected, _scores),
+    "sparse_mla": Source(_attended, _latents),
+    "quantize_index_query": Source(_quantised),
+    "store_index_keys": Source(_stored_keys),
+    "store_latent": Source(_stored_latents),
+    "merge_attn_states": Source(_merged),
 }

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kimi_hal.dispatch import composed, planning, policy
+from kimi_hal.dispatch import composed, planning, policy, shapes
 from kimi_hal.dispatch.candidate import Assessment, assess
 from kimi_hal.dispatch.explain import default_device
 from kimi_hal.dispatch.hookspecs import DeviceHooks
 from kimi_hal.dispatch.loader import Loaded, Registry, resolve
 from kimi_hal.dispatch.matching import distribution
-from kimi_hal.dispatch.shapes import Shape, decisive, shape
+from kimi_hal.dispatch.shapes import Shape, decisive
 from kimi_hal.dispatch.tuned import Entry, Line, Table
 from kimi_hal.dispatch.wish import Request, wish
 from kimi_hal.errors import KimiHalError, TableError
@@ -111,8 +111,8 @@ class Bench:
         if operands.size(operator, spec, sizes) > SHARE * self.hooks.memory()[0]:
             say(f"{what}: left out, too large for this device")
             return None
-        limits = operands.limits(operator, sizes, spec)
-        if shape(operator, spec, limits) != sizes:
+        limits = shapes.limits(operator, spec, sizes)
+        if shapes.shape(operator, spec, limits) != sizes:
             say(f"{what}: left out, not a class of this Spec")
             return None
         found = [a for a in self.candidates(operator, spec, limits) if _wanted(a.full_name, question)]

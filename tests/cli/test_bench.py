@@ -214,7 +214,7 @@ def test_equally_fast_candidates_stand_in_the_backend_s_own_order() -> None:
     assert [str(e) for e in found] == ["b 10.2 µs", "a 10 µs", "c 10.4 µs", "d 99 µs"]
 
 
-@pytest.mark.parametrize("operator", operands.MAKERS)
+@pytest.mark.parametrize("operator", operands.OPERANDS)
 def test_operands_are_what_the_operator_takes_in_the_class_that_was_asked_for(operator: str) -> None:
     for sizes in shapes(operator, (1, 3, 128), (512,)):
         spec = Deployment().specs()[operator]
