@@ -234,7 +234,7 @@ class Probe:
     Args:
         present: a device of this backend is here.
         arch: its architecture, as capabilities name it.
-        devices: device names, by which two claims on one device are found.
+        devices: device names, by which two claims on one device are found; where it is may follow, behind " at ".
         facts: driver and library versions for ``Capability.requires`` and ``doctor``.
         why: what was looked for and not found.
     """
@@ -244,6 +244,11 @@ class Probe:
     devices: tuple[str, ...] = ()
     facts: Mapping[str, str] = field(default_factory=dict)
     why: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the devices without where they are."""
+        return tuple(device.partition(" at ")[0] for device in self.devices)
 
 
 @dataclass(frozen=True)

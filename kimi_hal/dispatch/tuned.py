@@ -178,9 +178,8 @@ def unfit(table: Table, backend: Backend, probe: Probe) -> str:
         return f"it ranks implementations of {table.backend}, not of {backend.name}"
     if table.version != backend.version:
         return f"it was measured with {table.backend} {table.version}, this is {backend.version}"
-    names = [device.partition(" at ")[0] for device in probe.devices]
-    if table.arch != probe.arch or table.device not in names:
-        here = f"{', '.join(names) or 'no device'} ({probe.arch})" if probe.arch else "no device"
+    if table.arch != probe.arch or table.device not in probe.names:
+        here = f"{', '.join(probe.names) or 'no device'} ({probe.arch})" if probe.arch else "no device"
         return f"it was measured on {table.device} ({table.arch}), here is {here}"
     return ""
 

@@ -73,13 +73,12 @@ class Bench:
 
     def tables(self, question: Question, label: str, say: Say) -> Iterator[Table]:
         """Measure, tell each line as it is found, and yield the table as it grows; the last one is whole."""
-        names = [device.partition(" at ")[0] for device in self.probe.devices] or ["present"]
         table = Table(
             label=label,
             backend=self.backend.name,
             version=self.backend.backend.version,
             arch=self.probe.arch,
-            device=names[0],
+            device=next(iter(self.probe.names), "present"),
             measured=self.measured(),
             lines=(),
         )
