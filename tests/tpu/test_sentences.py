@@ -28,9 +28,22 @@ def test_on_the_device_rows_must_be_a_bucket() -> None:
         buckets.exact("kda_decode", "T", 9, (8, 64))
 
 
+def test_on_the_device_as_many_rows_as_the_plan_has_are_one_of_its_sizes() -> None:
+    assert buckets.on_device(Limits(max_rows=100, max_reqs=8)) == (8, 16, 32, 64, 100)
+    assert buckets.on_device(Limits(max_rows=4, max_reqs=4)) == (4,)
+    assert buckets.on_device(Limits(max_rows=64, max_reqs=8)) == (8, 16, 32, 64)
+    assert buckets.on_device(Limits(max_rows=16, max_reqs=8, row_buckets=(4, 12))) == (4, 12)
+    assert buckets.on_device(None) == ()
+
+
 def test_without_buckets_they_are_powers_of_two_up_to_the_most_rows() -> None:
     assert buckets.of_rows(Limits(max_rows=100, max_reqs=8)) == (8, 16, 32, 64, 128)
     assert buckets.of_rows(Limits(max_rows=0, max_reqs=0)) == (8,)
+
+
+def test_no_program_is_for_0_rows() -> None:
+    assert buckets.of_rows(Limits(max_rows=8, max_reqs=8, row_buckets=(0, 8))) == (8,)
+    assert buckets.of_rows(Limits(max_rows=8, max_reqs=8, row_buckets=(0,))) == (1,)
 
 
 def test_a_generation_that_does_not_exist_names_the_nearest() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import kimi_hal as hal
 from kimi_hal.errors import ContractError, SelectionError, UnknownNameError
 from kimi_hal.ops.spec import Limits
 from kimi_hal.ops.topk_merge import TopKSpec, topk_select
-from kimi_hal_tpu.pallas import aot
+from kimi_hal_tpu.pallas import aot, bridge
 from kimi_hal_tpu.static import refuse_dynamic
 
 
@@ -47,6 +49,104 @@ def test_rows_outside_the_buckets_are_refused() -> None:
     plan = hal.plan("topk_select", TopKSpec(topk=4), limits, device="cpu", implementation="tpu.pallas")
     with pytest.raises(ContractError, match="T=9 is in no bucket; this plan compiles for 4, 8"):
         plan.run(torch.randn(9, 100), torch.full((9,), 100, dtype=torch.int32))
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_more_rows_than_the_plan_has_are_refused_by_that_number() -> None:
+    limits = Limits(max_rows=16, max_reqs=4, row_buckets=(4, 16))
+    plan = hal.plan("topk_select", TopKSpec(topk=4), limits, device="cpu", implementation="tpu.pallas")
+    with pytest.raises(ContractError) as error:
+        plan.run(torch.randn(17, 8), torch.full((17,), 8, dtype=torch.int32))
+    assert str(error.value) == (
+        "topk_select: T=17 is more than the plan's max_rows=16; plan with larger Limits"
+    )
+
+
+def selection(topk: int = 4) -> Any:
+    limits = Limits(max_rows=8, max_reqs=8, row_buckets=(8,))
+    return hal.plan("topk_select", TopKSpec(topk=topk), limits, device="cpu", implementation="tpu.pallas")
+
+
+def best(scores: torch.Tensor, topk: int = 4) -> list[list[int]]:
+    return scores.topk(topk).indices.sort().values.tolist()
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("rows", [0, 3])
+def test_operands_and_buffers_that_require_grad_are_taken_as_they_are(rows: int) -> None:
+    scores, lengths = torch.randn(rows, 8, requires_grad=True), torch.full((rows,), 8, dtype=torch.int32)
+    spec = TopKSpec(topk=4, return_selected=True)
+    plan = hal.plan("topk_select", spec, device="cpu", implementation="tpu.pallas")
+    buffer = torch.zeros(rows, 4, requires_grad=True)
+    index, selected = plan.run(scores, lengths, scores_out=buffer)
+    assert index.tolist() == best(scores)
+    assert selected is buffer
+    assert buffer.grad_fn is None
+    assert torch.equal(buffer.detach(), scores.detach().gather(1, index.long()))
+
+
+@pytest.fixture
+def dynamo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch whose device named ``tpu``, if another test of this process named one, has its module."""
+    module = SimpleNamespace(is_available=lambda: False, device_count=lambda: 0)
+    monkeypatch.setattr(torch, "tpu", module, raising=False)
+
+
+@pytest.mark.usefixtures("interpreted", "dynamo")
+def test_a_call_in_a_compiled_function_runs_between_its_graphs_whatever_the_shape() -> None:
+    plan = selection()
+    compiled = torch.compile(lambda s, n: plan.run(s * 2, n)[0] + 1, dynamic=True, backend="eager")
+    for rows in (3, 5):
+        scores = torch.randn(rows, 8)
+        assert (compiled(scores, torch.full((rows,), 8, dtype=torch.int32)) - 1).tolist() == best(scores)
+
+
+@pytest.mark.usefixtures("interpreted", "dynamo")
+def test_a_call_in_one_whole_graph_is_refused_with_what_can_stand_there() -> None:
+    plan = selection()
+    compiled = torch.compile(lambda s, n: plan.run(s, n)[0], fullgraph=True, backend="eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"plan\.op is one node of a graph"):
+        compiled(torch.randn(3, 8), torch.full((3,), 8, dtype=torch.int32))
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_threads_take_turns_in_the_simulator() -> None:
+    plans, wrong = {topk: selection(topk) for topk in (3, 5)}, []
+
+    def work(seed: int) -> None:
+        random = torch.Generator().manual_seed(seed)
+        for rows in (2, 8, 5):
+            scores, lengths = torch.randn(rows, 16, generator=random), torch.full((rows,), 16).int()
+            for topk, plan in plans.items():
+                try:
+                    found = plan.run(scores, lengths)[0].tolist()
+                except Exception as error:  # a thread has nobody who would see it
+                    found = error
+                wrong.extend([found] * (found != best(scores, topk)))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert wrong == []
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_the_simulator_is_held_until_its_races_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[bool] = []
+    monkeypatch.setattr(bridge, "races_found", lambda: bool(held.append(bridge.SIMULATOR.locked())))
+    selection().run(torch.randn(2, 8), torch.full((2,), 8, dtype=torch.int32))
+    assert held == [True]
+    assert not bridge.SIMULATOR.locked()
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_call_with_nothing_to_do_needs_no_program() -> None:
+    plan = selection()
+    index, selected = plan.run(torch.zeros(0, 8), torch.zeros(0, dtype=torch.int32))
+    assert (tuple(index.shape), tuple(selected.shape)) == ((0, 4), (0, 0))
+    assert machine(plan).jitted._cache_size() == 0
 
 
 def test_a_dynamic_shape_is_refused() -> None:

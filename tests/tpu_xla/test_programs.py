@@ -14,6 +14,7 @@ import torch_xla
 import torch_xla.debug.metrics as metrics
 
 import kimi_hal as hal
+from kimi_hal.dispatch.contract import Probe
 from kimi_hal.dispatch.device import HostDevice
 from kimi_hal.errors import ContractError
 from kimi_hal.ops.kda import KDASpec
@@ -23,6 +24,7 @@ from kimi_hal_conformance import case as cases
 from kimi_hal_conformance.calls import Subject
 from kimi_hal_conformance.cases import load
 from kimi_hal_conformance.execute import try_case
+from kimi_hal_tpu import plugin
 from kimi_hal_tpu.xla import powers
 from kimi_hal_tpu.xla.tracing import Traced, clamp, view_as
 
@@ -51,6 +53,32 @@ def test_rows_of_one_bucket_share_a_compilation() -> None:
         assert index.tolist() == scores.topk(4).indices.sort().values.tolist()
         counts.append(compilations() - before)
     assert counts == [1, 0, 0, 1, 0]
+
+
+@pytest.mark.parametrize("place", ["cpu", "xla"])
+def test_a_call_in_a_compiled_function_runs_between_its_graphs_whatever_the_shape(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if place == "xla":
+        seen = Probe(present=True, arch="v6e", devices=("TPU v6e",), facts={})
+        monkeypatch.setattr(plugin, "probe", lambda: seen)
+        monkeypatch.setenv("KIMI_HAL_EXECUTION", "native")
+    plan = hal.plan(
+        "topk_select", TopKSpec(topk=4), Limits(max_rows=5, max_reqs=4, row_buckets=(3, 5)), device=place
+    )
+    compiled = torch.compile(lambda s, n: plan.run(s * 2, n)[0] + 1, dynamic=True, backend="eager")
+    for rows in (3, 5):
+        scores, lengths = torch.randn(rows, 8), torch.full((rows,), 8, dtype=torch.int32)
+        index = compiled(scores.to(place), lengths.to(place)) - 1
+        assert index.cpu().tolist() == scores.topk(4).indices.sort().values.tolist()
+
+
+def test_operands_that_require_grad_are_taken_as_they_are() -> None:
+    plan = hal.plan("topk_select", TopKSpec(topk=4, return_selected=True), device="cpu")
+    scores, buffer = torch.randn(3, 8, requires_grad=True), torch.zeros(3, 4, requires_grad=True)
+    index, selected = plan.run(scores, torch.full((3,), 8, dtype=torch.int32), scores_out=buffer)
+    assert selected is buffer
+    assert torch.equal(buffer.detach(), scores.detach().gather(1, index.long()))
 
 
 def test_sequences_of_one_bucket_share_a_compilation() -> None:

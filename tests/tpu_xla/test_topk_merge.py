@@ -15,6 +15,7 @@ import torch_xla
 import torch_xla.debug.metrics as metrics
 
 import kimi_hal as hal
+from kimi_hal.errors import GroupError
 from kimi_hal.ops.spec import DCP, Limits
 from kimi_hal.ops.topk_merge import TopKMergeSpec
 from kimi_hal.parallel import LoopbackGroup, candidates
@@ -90,3 +91,46 @@ def test_only_rows_that_the_first_message_leaves_open_are_sent_again_in_powers_o
     first = [8, candidates.segments(SPEC.dcp) + 1 + 5]
     assert sent[0] == [first, first, [1, 8, 2], first, [4, 8, 2], first, [4, 8, 2], first, [8, 8, 2]]
     assert sent[1] == sent[0]
+
+
+PROTOCOLS = [("full", "float32"), ("compact", "bfloat16"), ("scores_only", "bfloat16")]
+
+
+def merged(
+    implementation: str, protocol: str, score: str, rows: tuple[int, int]
+) -> list[tuple[torch.Tensor, ...]]:
+    """Return what two ranks get that bring so many rows each."""
+
+    def rank(group: LoopbackGroup) -> tuple[torch.Tensor, ...]:
+        dcp = DCP(world=2, rank=group.rank())
+        spec = TopKMergeSpec(
+            dcp=dcp, topk=8, protocol=protocol, score=score, return_global=protocol != "scores_only"
+        )
+        limits = Limits(max_rows=8, max_reqs=8)
+        plan = hal.plan("topk_merge", spec, limits, device="cpu", implementation=implementation, group=group)
+        scores, index, lengths = (t[: rows[group.rank()]] for t in selected(group.rank(), 2))
+        return plan.run(scores.to(getattr(torch, score)), index, lengths)  # type: ignore[no-any-return]
+
+    return LoopbackGroup.run(2, rank)
+
+
+@pytest.mark.parametrize(("protocol", "score"), PROTOCOLS)
+@pytest.mark.parametrize("rows", [(2, 3), (0, 3), (3, 0)])
+def test_ranks_with_other_numbers_of_rows_are_told_as_by_the_reference(
+    protocol: str, score: str, rows: tuple[int, int]
+) -> None:
+    told = []
+    for implementation in ("tpu.xla", "reference.torch"):
+        with pytest.raises(GroupError) as error:
+            merged(implementation, protocol, score, rows)
+        told.append(str(error.value))
+    assert told[0] == told[1]
+    assert ("ranks disagree at call 1" in told[0]) is all(rows)
+
+
+@pytest.mark.parametrize(("protocol", "score"), PROTOCOLS)
+@pytest.mark.parametrize("rows", [0, 3, 8])
+def test_padded_rows_are_not_sent_and_change_nothing(protocol: str, score: str, rows: int) -> None:
+    mine, his = (merged(name, protocol, score, (rows, rows)) for name in ("tpu.xla", "reference.torch"))
+    for found, expected in zip(mine, his, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

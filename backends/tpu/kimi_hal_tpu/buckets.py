@@ -22,11 +22,23 @@ def of_rows(limits: Limits | None) -> tuple[int, ...]:
     if limits is None:
         return ()
     if limits.row_buckets:
-        return limits.row_buckets
+        return tuple(rows for rows in limits.row_buckets if rows) or (
+            1,
+        )  # none has 0 rows: XLA slices no such array
     found = [SMALLEST]
     while found[-1] < limits.max_rows:
         found.append(found[-1] * 2)
     return tuple(found)
+
+
+def on_device(limits: Limits | None) -> tuple[int, ...]:
+    """Return the row counts that a call on the device may have beside 0.
+
+    They are those of ``of_rows``; where Limits name none, ``max_rows`` is the largest, which no call exceeds.
+    """
+    if limits is None or limits.row_buckets:
+        return of_rows(limits)
+    return *(rows for rows in of_rows(limits) if rows < limits.max_rows), limits.max_rows
 
 
 def fit(operator: str, what: str, size: int, buckets: Sequence[int]) -> int:

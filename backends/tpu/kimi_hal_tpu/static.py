@@ -16,12 +16,14 @@ from kimi_hal.dispatch import signatures
 from kimi_hal.dispatch.contract import BuildContext
 from kimi_hal.errors import ContractError
 from kimi_hal.ops.operator import Arg, Operator, OutputShape, bind_dims, get, output_shapes, torch_dtype
-from kimi_hal_tpu import buckets, staging
+from kimi_hal_tpu import buckets, empty, staging
 
 #: What an operand is padded with where 0 is not its padding marker.
 SENTINELS = {"slots": -1, "indices": -1, "block_table": -1, "topk_ids": -1, "state_ids": -1, "row_req": -1}
 #: Dimension letters that come in any size, and the smallest size that they are padded to.
 FREE = {"R": 1, "N": 1, "columns": 16, "blocks": 16, "L": 128}
+#: Why torch.compile runs a call between its graphs.
+APART = "a plan's run is a TPU program of its own and is never traced; plan.op is one node of a graph"
 #: Types that not every machine moves; their bytes are moved.
 BYTES = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
 
@@ -59,14 +61,21 @@ class StaticCall:
         """Return a plain function with the operator's signature."""
         return signatures.function(self.op, self.op.name, self)
 
+    @torch.compiler.disable(reason=APART)  # type: ignore[untyped-decorator, no-untyped-call]
     def __call__(self, given: dict[str, Any]) -> Any:
-        """Run on operands by name; returns what the operator returns."""
+        """Run on operands by name; returns what the operator returns. No operator has a backward."""
         self.ctx.check(**given)
-        shapes = output_shapes(self.op, self.ctx.spec, self.ctx.limits, given)
-        buffers = [self._buffer(shape, given) for shape in shapes]
-        operands = {name: given[name] for name in self.op.args}
-        moved = staging.move(self.op.name, self.ctx.spec, operands) if self.on_host else None
-        results = self.compute(moved.operands if moved else operands, given)
+        with torch.no_grad():
+            shapes = output_shapes(self.op, self.ctx.spec, self.ctx.limits, given)
+            buffers = [self._buffer(shape, given) for shape in shapes]
+            if not empty.idle(self.op, self.ctx.spec, given, shapes):
+                self._fill(buffers, given)
+        return None if not buffers else buffers[0] if len(buffers) == 1 else tuple(buffers)
+
+    def _fill(self, buffers: list[Tensor], given: Operands) -> None:
+        """Run the program, and write its results into the buffers and into what the call mutates."""
+        moved = self._moved(given)
+        results = self.compute(moved.operands if moved else self._operands(given), given)
         if moved and len(moved.kept) and getattr(self.ctx.spec, "emit", "") == "slot":
             results[0] = moved.original(results[0], self.ctx.spec.page)
         for buffer, result in zip(buffers, results, strict=False):
@@ -75,8 +84,24 @@ class StaticCall:
             if moved and name in moved.pools:
                 moved.give_back(name, given[name], result)
             else:
-                place(given[name], result)
-        return None if not buffers else buffers[0] if len(buffers) == 1 else tuple(buffers)
+                place(self._written(name, given), result)
+
+    def _operands(self, given: Operands) -> dict[str, Any]:
+        """Return a call's operands on the device; a pool without a page or slot becomes one that nothing names."""
+        return empty.unnamed(self.op, {name: given[name] for name in self.op.args})
+
+    def _moved(self, given: Operands) -> staging.Moved | None:
+        """Return a call's operands with the pages that they name, where they come from the host and name some."""
+        if not self.on_host:
+            return None
+        return staging.move(self.op.name, self.ctx.spec, {name: given[name] for name in self.op.args})
+
+    def _written(self, name: str, given: Operands) -> Any:
+        """Return what a call writes of an operand: of one with room for more sequences, those that there are."""
+        value = given[name]
+        if not self.op.args[name].shape.startswith(">=N"):
+            return value
+        return value[: bind_dims(self.op, self.ctx.spec, given).bound["N"]]
 
     @property
     def on_host(self) -> bool:
@@ -93,9 +118,9 @@ class StaticCall:
 
     def staged(self, given: Operands) -> list[Tensor]:
         """Run a program that mutates nothing on a call's operands."""
-        operands = {name: given[name] for name in self.op.args}
-        moved = staging.move(self.op.name, self.ctx.spec, operands) if self.on_host else None
-        return self.compute(moved.operands if moved else operands, given)
+        with torch.no_grad():
+            moved = self._moved(given)
+            return self.compute(moved.operands if moved else self._operands(given), given)
 
     def compute(self, operands: Operands, given: Operands) -> list[Tensor]:
         """Pad, run, and return the program's results in its own static shapes."""
@@ -106,19 +131,24 @@ class StaticCall:
             if value is not None
         }
         scalars = {name: given[name] for name in self.op.scalars if given[name] is not None}
+        if self.op.grouped:
+            scalars["rows"] = bind_dims(self.op, self.ctx.spec, given).bound.get("T")
         return self.machine.run(padded | scalars | real_sizes(self.op, self.ctx.spec, given))
 
     def targets(self, given: Operands) -> dict[str, int]:
-        """Return the static size of each free dimension letter; on the device T must be a bucket."""
+        """Return the static size of each free dimension letter, 1 at least; on the device T must be a bucket."""
         bound = bind_dims(self.op, self.ctx.spec, given).bound
-        rows = buckets.of_rows(self.ctx.limits)
-        found: dict[str, int] = {}
-        if "T" in bound and self.on_host:
-            found["T"] = buckets.fit(self.op.name, "T", bound["T"], rows)
+        padded = self.on_host or self.padded
+        found = {n: 1 for n, size in bound.items() if not size}
+        found |= {
+            n: buckets.power(bound[n], least)
+            for n, least in FREE.items()
+            if n in bound and (padded or not bound[n])
+        }
+        if "T" in bound and (self.on_host or not bound["T"]):
+            found["T"] = buckets.fit(self.op.name, "T", bound["T"], buckets.of_rows(self.ctx.limits))
         elif "T" in bound:
-            buckets.exact(self.op.name, "T", bound["T"], rows)
-        if self.on_host or self.padded:
-            found |= {n: buckets.power(bound[n], least) for n, least in FREE.items() if n in bound}
+            buckets.exact(self.op.name, "T", bound["T"], buckets.on_device(self.ctx.limits))
         return found | dict(self.sizes)
 
     def _buffer(self, shape: OutputShape, given: Operands) -> Tensor:
@@ -144,10 +174,11 @@ def pad(name: str, arg: Arg, value: Any, targets: Mapping[str, int], *, coded: b
         return [pad(name, arg, item, targets, coded=coded) for item in value]
     if not coded and str(value.dtype).removeprefix("torch.") in BYTES:
         value = value.view(torch.uint8)
-    if arg.mutated or arg.shape == "*":
+    if arg.shape == "*":
         return value
     shape = tuple(
-        target(word, size, targets) for word, size in zip(arg.shape.split(), value.shape, strict=True)
+        size if arg.mutated and size else target(word, size, targets)
+        for word, size in zip(arg.shape.split(), value.shape, strict=True)
     )
     if shape == tuple(value.shape):
         return value
@@ -158,7 +189,7 @@ def pad(name: str, arg: Arg, value: Any, targets: Mapping[str, int], *, coded: b
 
 def target(word: str, size: int, targets: Mapping[str, int]) -> int:
     """Return the static size of one dimension; one that may be shorter than a bound becomes a power of two."""
-    if word.startswith("<=") and targets:
+    if word.startswith("<=") and (targets or not size):
         return buckets.power(size)
     bare = word.removeprefix(">=").removeprefix("<=")
     base, plus, extra = bare.partition("+")
@@ -174,8 +205,9 @@ def place(buffer: Any, result: Any) -> None:
         return
     if buffer.dtype != result.dtype and str(buffer.dtype).removeprefix("torch.") in BYTES:
         buffer = buffer.view(torch.uint8)
-    common = tuple(slice(0, min(a, b)) for a, b in zip(buffer.shape, result.shape, strict=True))
-    if buffer[common].numel():
+    sizes = [min(a, b) for a, b in zip(buffer.shape, result.shape, strict=True)]
+    if all(sizes):
+        common = tuple(slice(0, size) for size in sizes)
         buffer[common].copy_(result[common])
 
 

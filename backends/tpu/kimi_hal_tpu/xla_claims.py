@@ -12,20 +12,19 @@ from kimi_hal_tpu.xla.sizes import RECORDS
 FORMAT = "tpu.mxfp4.plain"
 
 
-FP8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
-INDEX = OneOf(
-    (
-        "index.fp8.e4m3fn.f32.page64",
-        "index.fp8.e4m3fn.pow2.page64",
-        "index.fp8.e4m3fn.ue8m0x4.page64",
-        "index.fp8.e4m3fnuz.f32.page64",
-        "index.fp8.e4m3fnuz.f32.shuffled.page64",
-        "index.mxfp4.page64",
-        "index.mxfp4.gfx950.page64",
-    )
+#: In the place of a generation: none is asked for where code is interpreted, and nothing else is called so.
+INTERPRETED = ("an interpreting CPU, and torch-xla has no such type",)
+#: Index formats whose queries torch-xla has a type for, and those whose queries it has none for.
+QUERIES = (
+    "index.fp8.e4m3fn.f32.page64",
+    "index.fp8.e4m3fn.pow2.page64",
+    "index.fp8.e4m3fn.ue8m0x4.page64",
+    "index.mxfp4.page64",
+    "index.mxfp4.gfx950.page64",
 )
+FNUZ_QUERIES = ("index.fp8.e4m3fnuz.f32.page64", "index.fp8.e4m3fnuz.f32.shuffled.page64")
 SCORED: dict[str, Domain] = {
-    "index": INDEX,
+    "index": OneOf(QUERIES),
     "num_heads": Range(1, 128),
     "score": FLOAT,
     "weights_dtype": FLOAT,
@@ -45,13 +44,13 @@ CACHE: dict[str, Domain] = {
 }
 SPECS: dict[str, dict[str, Domain]] = {
     "quantize_index_query": {
-        "index": INDEX,
+        "index": OneOf(QUERIES),
         "num_heads": Range(1, 128),
         "weights_dtype": FLOAT,
         "weight_scale": Range(0, 1 << 16),
         "hadamard": FLAG,
     },
-    "store_index_keys": {"index": INDEX, "dump_slot": Range(-1, 1 << 40)},
+    "store_index_keys": {"index": OneOf(QUERIES + FNUZ_QUERIES), "dump_slot": Range(-1, 1 << 40)},
     "indexer_logits": SCORED,
     "indexer_topk": SCORED | SELECTED | {"emit": OneOf(("local", "slot"))},
     "topk_select": SELECTED | DCP | {"score": FLOAT, "scores_dtype": FLOAT, "has_row_start": FLAG},
@@ -64,7 +63,7 @@ SPECS: dict[str, dict[str, Domain]] = {
         "softmax_scale": Range(0, 1 << 16),
         "index_space": OneOf(("slot", "position", "local")),
         "has_index_len": FLAG,
-        "q_dtype": OneOf(("bfloat16", "float8_e4m3fn", "float8_e4m3fnuz")),
+        "q_dtype": OneOf(("bfloat16", "float8_e4m3fn")),
         "out_dtype": FLOAT,
         "return_lse": FLAG,
     },
@@ -98,21 +97,52 @@ SPECS: dict[str, dict[str, Domain]] = {
     "all_gather": DCP
     | {
         "layout": OneOf(("rank_major", "token_order", "last_dim")),
-        "dtype": OneOf(("uint8", "int8", "int16", "int32", "int64", "bfloat16", "float32", *FP8)),
+        "dtype": OneOf(
+            (
+                "uint8",
+                "int8",
+                "int16",
+                "int32",
+                "int64",
+                "bfloat16",
+                "float32",
+                "float8_e4m3fn",
+                "float8_e5m2",
+            )
+        ),
         "ndim": Range(1, 8),
     },
     "prepare_moe_weights": MOE,
     "moe_experts": MOE,
+}
+#: What is covered besides where code is interpreted: torch-xla 2.9 has no type for these numbers.
+TYPELESS: dict[str, dict[str, Domain]] = {
+    "quantize_index_query": {"index": OneOf(FNUZ_QUERIES)},
+    "indexer_logits": {"index": OneOf(FNUZ_QUERIES)},
+    "indexer_topk": {"index": OneOf(FNUZ_QUERIES)},
+    "sparse_mla": {"q_dtype": OneOf(("float8_e4m3fnuz",))},
+    "all_gather": {"dtype": OneOf(("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"))},
 }
 ROW = Properties(deterministic=True)
 SOURCE = (
     "kimi_hal_tpu/xla/*.py",
     "kimi_hal_tpu/static.py",
     "kimi_hal_tpu/staging.py",
+    "kimi_hal_tpu/empty.py",
     "kimi_hal_tpu/buckets.py",
     "kimi_hal_tpu/expert_grid.py",
 )
 EXPERTS = frozenset({"prepare_moe_weights", "moe_experts"})
+
+
+def _capabilities(operator: str) -> tuple[Capability, ...]:
+    """Return what a program covers on a TPU and interpreted, then what it covers interpreted alone."""
+    requires = {"torch_xla": ">=2.9,<2.10"}
+    everywhere = Capability(arch=TPUS, spec=SPECS[operator], properties=ROW, requires=requires)
+    if operator not in TYPELESS:
+        return (everywhere,)
+    more = SPECS[operator] | TYPELESS[operator]
+    return everywhere, Capability(arch=INTERPRETED, spec=more, properties=ROW, requires=requires)
 
 
 def _implementation(operator: str) -> Implementation:
@@ -120,11 +150,7 @@ def _implementation(operator: str) -> Implementation:
         operator=operator,
         name="xla",
         build="kimi_hal_tpu.xla.bridge:build",
-        capabilities=(
-            Capability(
-                arch=TPUS, spec=SPECS[operator], properties=ROW, requires={"torch_xla": ">=2.9,<2.10"}
-            ),
-        ),
+        capabilities=_capabilities(operator),
         preferences=(Preference(rank=0),),
         weights="kimi_hal.reference.weights:weights" if operator == "moe_experts" else None,
         size="kimi_hal_tpu.xla.sizes:sizes" if operator in KDA_PAIR else None,

@@ -9,6 +9,7 @@ Each of the three is imported where a plan needs it, after its versions are chec
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
@@ -87,12 +88,14 @@ def in_torch_tpu(ctx: BuildContext, op: Operator, name: str) -> Machine:
     return JaxOp(program(op, name), ctx.spec, op, ctx.arch)
 
 
+#: Held while a program is interpreted and its races are read: jax's simulator has one memory a process.
+SIMULATOR = threading.Lock()
 #: By torch's name of the device.
 MACHINES: Mapping[str, Machines] = {"cpu": interpreted, "xla": in_torch_xla, "tpu": in_torch_tpu}
 
 
 class JaxCPU:
-    """Runs a program in the TPU simulator, one traced program a shape."""
+    """Runs a program in the TPU simulator, one traced program a shape; threads take turns."""
 
     def __init__(self, program: Program, spec: Any, op: Any) -> None:
         import jax
@@ -111,8 +114,10 @@ class JaxCPU:
             refuse_dynamic(self.op, {f"{name}.shape": size for t in tensors for size in t.shape})
             found = [to_jax(tensor) for tensor in tensors]
             arrays[name] = found if isinstance(value, list) else found[0]
-        results = [to_torch(array) for array in self.jitted(arrays)]
-        if races_found():
+        with SIMULATOR:
+            results = [to_torch(array.block_until_ready()) for array in self.jitted(arrays)]
+            raced = races_found()
+        if raced:
             raise PlanError(
                 f"{self.op.name}: the TPU simulator found a race in tpu.pallas; its results mean nothing"
             )
@@ -136,7 +141,7 @@ def to_jax(tensor: Tensor) -> Any:
         return jnp.zeros(tuple(tensor.shape), jnp.from_dlpack(torch.zeros(1, dtype=tensor.dtype)).dtype)
     if tensor.dtype == torch.int64:  # jax has 32-bit integers here; no place in a cache needs more
         tensor = tensor.clamp(-(1 << 31), (1 << 31) - 1).int()
-    return jnp.from_dlpack(tensor.clone(memory_format=torch.contiguous_format))
+    return jnp.from_dlpack(tensor.detach().clone(memory_format=torch.contiguous_format))
 
 
 def to_torch(array: Any) -> Tensor:

@@ -71,7 +71,7 @@ class XLA:
             tensors = [t for t in (value if isinstance(value, list) else [value]) if isinstance(t, Tensor)]
             refuse_dynamic(self.op, {f"{name}.shape": size for t in tensors for size in t.shape})
         device = torch_xla.device()
-        context = {"group": self._exchange()} if self.op.grouped else {}
+        context = {"group": self._exchange(operands.pop("rows"))} if self.op.grouped else {}
         with TRACE:
             with torch.no_grad(), Traced():
                 moved = {name: _moved(value, device) for name, value in operands.items()}
@@ -81,14 +81,14 @@ class XLA:
             torch_xla.sync(wait=True)
             return [result.cpu() for result in results]
 
-    def _exchange(self) -> Exchange | None:
-        """Return the ranks that a program meets; ``None`` where it is alone."""
+    def _exchange(self, rows: int | None) -> Exchange | None:
+        """Return the ranks that a program meets with its real rows; ``None`` where it is alone."""
         alone = ownership.of_keys(self.ctx.spec.dcp).world == 1
         if self.op.name == "all_gather":
             alone = self.ctx.spec.dcp.world == 1
-        return (
-            None if alone else Exchange(require(self.ctx.group, self.ctx.spec.dcp), self.ctx.device == "cpu")
-        )
+        if alone:
+            return None
+        return Exchange(require(self.ctx.group, self.ctx.spec.dcp), self.ctx.device == "cpu", rows)
 
 
 def _moved(value: Any, device: Any) -> Any:

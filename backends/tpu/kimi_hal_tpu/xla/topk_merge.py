@@ -71,7 +71,7 @@ def compact(spec: TopKMergeSpec, ordinals: Tensor, local: Tensor, row_len: Tenso
     some = torch.cat((rows, rows[:1].expand(room - len(rows)))).to(
         won.device
     )  # a row twice says the same twice
-    resent = protocols.full(spec, ordinals[some], local[some], group)  # type: ignore[arg-type]
+    resent = protocols.full(spec, ordinals[some], local[some], group.whole())  # type: ignore[arg-type]
     return order.put(won, some, resent)
 
 
