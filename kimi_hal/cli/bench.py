@@ -46,7 +46,7 @@ def command(operators: tuple[str, ...], tune: Path | None, device: str | None, *
     table is used where KIMI_HAL_<BACKEND>_TUNE names it, or where the backend ships it.
     """
     from kimi_hal.dispatch import policy
-    from kimi_hal.dispatch.tuned import text
+    from kimi_hal.dispatch.tuned_file import text
     from kimi_hal.tuning.tune import Bench, Question
 
     wanted = chosen(operators)

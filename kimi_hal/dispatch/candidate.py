@@ -10,7 +10,8 @@ from kimi_hal.dispatch import composed, matching
 from kimi_hal.dispatch.contract import Backend, Capability, Implementation, Preference, Probe, Split
 from kimi_hal.dispatch.loader import Loaded, Registry, candidates
 from kimi_hal.dispatch.matching import Target
-from kimi_hal.dispatch.tuned import Decision, Entry
+from kimi_hal.dispatch.tuned import Entry
+from kimi_hal.dispatch.tuned_tables import Decision
 from kimi_hal.dispatch.wish import REFERENCE, Request, Wish
 from kimi_hal.ops.operator import OPERATORS, Operator
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint
 from typing import Any
 
-from kimi_hal.dispatch import hooks, points, tuned, validation
+from kimi_hal.dispatch import hooks, points, tuned_tables, validation
 from kimi_hal.dispatch.contract import Backend, Implementation, Probe
 from kimi_hal.dispatch.failure import BrokenError, Failure, attempt, require, warn
-from kimi_hal.dispatch.tuned import Tables
+from kimi_hal.dispatch.tuned_tables import Tables
 from kimi_hal.errors import PluginError, SettingsError, UnknownNameError, nearest, unknown
 from kimi_hal.settings import Settings, injected, owner
 
@@ -101,8 +101,8 @@ class Registry:
         """
         loaded = self.backends[name]
         if loaded._tables is None:
-            chosen = self.variables(name).get(tuned.variable(name))
-            loaded._tables = tuned.tables(loaded.backend, self.probe(name), chosen)
+            chosen = self.variables(name).get(tuned_tables.variable(name))
+            loaded._tables = tuned_tables.tables(loaded.backend, self.probe(name), chosen)
         return loaded._tables
 
     def named(self, name: str) -> bool:

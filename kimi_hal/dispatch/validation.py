@@ -21,7 +21,7 @@ from kimi_hal.dispatch.contract import (
     TensorCap,
 )
 from kimi_hal.dispatch.fields import leaves
-from kimi_hal.dispatch.tuned import variable
+from kimi_hal.dispatch.tuned_tables import variable
 from kimi_hal.domain import Domain, OneOf, Range
 from kimi_hal.errors import nearest
 from kimi_hal.settings import prefix

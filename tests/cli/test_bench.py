@@ -19,7 +19,8 @@ from kimi_hal.cli.main import main
 from kimi_hal.dispatch import policy
 from kimi_hal.dispatch.contract import BuildContext, Capability, OneOf, Preference, Properties, Range
 from kimi_hal.dispatch.shapes import Shape, shape
-from kimi_hal.dispatch.tuned import Entry, read
+from kimi_hal.dispatch.tuned import Entry
+from kimi_hal.dispatch.tuned_file import read
 from kimi_hal.ops.spec import Limits
 from kimi_hal.ops.topk_merge import TopKSpec
 from kimi_hal.presets import Deployment

@@ -10,11 +10,12 @@ import pytest
 from fake_plugins import GONE, LIMITS, SPEC, implementation
 
 from kimi_hal.cli.main import main
-from kimi_hal.dispatch import policy, tuned
+from kimi_hal.dispatch import policy, tuned_tables
 from kimi_hal.dispatch.contract import Preference, Probe
 from kimi_hal.dispatch.explain import explain
 from kimi_hal.dispatch.shapes import Shape, shape
-from kimi_hal.dispatch.tuned import Entry, Line, Table, read, text
+from kimi_hal.dispatch.tuned import Entry, Line, Table
+from kimi_hal.dispatch.tuned_file import read, text
 from kimi_hal.errors import PluginError, TableError
 from kimi_hal.ops.indexer import IndexerTopKSpec
 from kimi_hal.ops.spec import DCP, Limits
@@ -155,7 +156,7 @@ def test_a_shipped_table_is_used_where_the_device_is_its_own(
         tmp_path / "pkg" / "tables" / "broken.json",
     ]
     files[2].write_text("{")
-    monkeypatch.setattr(tuned, "package_files", lambda backend, patterns: files if patterns else [])
+    monkeypatch.setattr(tuned_tables, "package_files", lambda backend, patterns: files if patterns else [])
     two(plugins, tables=("pkg/tables/*.json",))
     found = explain("sparse_mla", SPEC, LIMITS)
     assert found.chosen == "acme.slow"

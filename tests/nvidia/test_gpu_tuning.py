@@ -10,7 +10,7 @@ import torch
 import kimi_hal as hal
 from kimi_hal.cli.main import main
 from kimi_hal.dispatch import policy
-from kimi_hal.dispatch.tuned import read
+from kimi_hal.dispatch.tuned_file import read
 from kimi_hal.ops.sparse_mla import SparseMLASpec
 from kimi_hal.ops.spec import Limits
 from kimi_hal.ops.topk_merge import TopKSpec

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kimi_hal.dispatch import matching, tuned
+from kimi_hal.dispatch import matching, tuned_file, tuned_tables
 from kimi_hal.dispatch.contract import Probe
 from kimi_hal.dispatch.shapes import FIELDS
 from kimi_hal.dispatch.sources import package_files
@@ -26,7 +26,7 @@ CLAIMED = {(i.operator, i.name): i for i in IMPLEMENTATIONS}
 
 def test_there_is_a_table_for_the_device_that_was_measured() -> None:
     assert [path.name for path in FILES] == ["h200.json"]
-    found = tuned.tables(BACKEND, H200, None)
+    found = tuned_tables.tables(BACKEND, H200, None)
     assert found.unused == {}
     assert found.used is not None
     assert (found.used.label, found.used.device) == ("kimi_hal_nvidia/tables/h200.json", "NVIDIA H200")
@@ -34,7 +34,7 @@ def test_there_is_a_table_for_the_device_that_was_measured() -> None:
 
 def test_on_another_device_it_is_not_used_and_says_why() -> None:
     other = Probe(present=True, arch="sm_90", devices=("NVIDIA H100 80GB HBM3 at 00000000:00:06.0",))
-    found = tuned.tables(BACKEND, other, None)
+    found = tuned_tables.tables(BACKEND, other, None)
     assert found.used is None
     why = "it was measured on NVIDIA H200 (sm_90), here is NVIDIA H100 80GB HBM3 (sm_90)"
     assert found.unused == {"kimi_hal_nvidia/tables/h200.json": why}
@@ -43,7 +43,7 @@ def test_on_another_device_it_is_not_used_and_says_why() -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_line_ranks_what_exists_by_time(path: Path) -> None:
     seen = set()
-    for line in tuned.read(path, path.name).lines:
+    for line in tuned_file.read(path, path.name).lines:
         assert tuple(line.spec) == FIELDS[line.operator]
         key = (line.operator, str(line.spec), line.shape)
         assert key not in seen
@@ -64,7 +64,7 @@ def test_a_line_ranks_what_exists_by_time(path: Path) -> None:
 @pytest.mark.parametrize("operator", ["indexer_logits", "indexer_topk", "topk_select", "sparse_mla"])
 @pytest.mark.parametrize("tp", [1, 8])
 def test_the_model_s_own_decode_has_a_line(operator: str, tp: int) -> None:
-    table = tuned.tables(BACKEND, H200, None).used
+    table = tuned_tables.tables(BACKEND, H200, None).used
     assert table is not None
     spec = Deployment(tp=tp).specs()[operator]
     for rows in (1, 4, 32, 256):
