@@ -19,15 +19,16 @@ from kimi_hal_conformance.claims.walk import ROOM, Space, joined
 def outside(implementation: Implementation, target: Target, profile: str) -> Iterator[Made]:
     """Yield a combination for each value next to a declared domain, all else small and declared."""
     op = ops.get(implementation.operator)
-    for group in joined(implementation.capabilities):
-        declared = Space(op, tuple(group), target, ROOM[profile])
-        if declared.elsewhere():
-            continue
+    spaces = [(g, Space(op, tuple(g), target, ROOM[profile])) for g in joined(implementation.capabilities)]
+    here = [(group, declared) for group, declared in spaces if not declared.elsewhere()]
+    for group, declared in here:
         base = {name: options[0] for name, options in declared.values.items()}
         for name, value in _steps(op.spec_type, group):
             wider = Space(op, tuple(_admitting(c, name, value) for c in group), target, ROOM[profile])
-            row = wider.settled(base | {name: value}, {name: value})
-            if isinstance(row, dict) and declared.settled(base | {name: value}, {name: value}) is None:
+            beside = base | {name: value}
+            row = wider.settled(beside, {name: value})
+            claimed = any(other.settled(beside, {name: value}) is not None for _, other in here)
+            if isinstance(row, dict) and not claimed:
                 yield wider.made(row)
 
 
