@@ -336,12 +336,8 @@ LAYOUTS = (
     Mutant(
         id="flashmla_scale_squeezed",
         file=LATENT,
-        old="factor = scale.clone(memory_format=torch.contiguous_format).view(torch.float32).to(dtype)",
-        new=(
-            "factor = "
-            "scales.exp2(scales.ceil_log2(scale.clone(memory_format=torch.contiguous_format).view(torch."
-            "float32))).to(dtype)"
-        ),
+        old="factor = flashmla_scales(fmt, rows).to(dtype)",
+        new="factor = scales.exp2(scales.ceil_log2(flashmla_scales(fmt, rows))).to(dtype)",
         breaks="A record's float32 scales are squeezed to powers of two when they are read.",
         imitates="https://github.com/deepseek-ai/FlashMLA/pull/184",
         passes="flashmla",

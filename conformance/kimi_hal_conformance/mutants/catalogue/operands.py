@@ -34,11 +34,8 @@ add(
         Mutant(
             id="flashmla_scale_clamped",
             file="formats/latent_bytes.py",
-            old="factor = scale.clone(memory_format=torch.contiguous_format).view(torch.float32).to(dtype)",
-            new=(
-                "factor = scale.clone(memory_format=torch.contiguous_format).view(torch.float32).to(dtype)"
-                ".clamp(min=FLASHMLA_FLOOR)"
-            ),
+            old="factor = flashmla_scales(fmt, rows).to(dtype)",
+            new="factor = flashmla_scales(fmt, rows).to(dtype).clamp(min=FLASHMLA_FLOOR)",
             breaks="A record's scales below this writer's floor are raised to it when they are read.",
             imitates="https://github.com/deepseek-ai/FlashMLA/pull/184",
             passes="flashmla",
@@ -108,8 +105,8 @@ add(
         Mutant(
             id="latent_page_masked",
             file="formats/latent_bytes.py",
-            old="_rows(fmt, cache, page)[where // page, where % page] = packed",
-            new="_rows(fmt, cache, page)[where // page, where & (page - 1)] = packed",
+            old="_pages(fmt, cache, page)[where // page, where % page] = packed",
+            new="_pages(fmt, cache, page)[where // page, where & (page - 1)] = packed",
             breaks="A token's place in its page is cut out by a mask, as if every page length were a power of two.",
             imitates="https://github.com/tenstorrent/tt-metal/issues/12841",
             passes="bitwise",
