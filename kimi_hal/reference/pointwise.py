@@ -36,6 +36,18 @@ def softplus(x: Tensor, threshold: float = 20.0) -> Tensor:
     return torch.where(x > threshold, x, torch.log1p(torch.exp(x.clamp(max=threshold))))
 
 
+def log_softplus(x: Tensor) -> Tensor:
+    """Return ln ln(1 + exp(x)), which is x itself where exp(x) is nothing beside 1."""
+    return torch.where(x < -40.0, x, torch.log(softplus(x)))
+
+
+def times_exp(x: Tensor, y: Tensor, log_x: Tensor) -> Tensor:
+    """Return x · exp(y) for x ≥ 0: through logarithms where a factor is beyond the normal numbers, else directly."""
+    factor, limits = torch.exp(y), torch.finfo(x.dtype)
+    direct = (x >= limits.tiny) & (factor >= limits.tiny) & (factor <= limits.max)
+    return torch.where(direct, x * factor, torch.exp(y + log_x))
+
+
 def l2_normalized(x: Tensor, eps: float = 1e-6) -> Tensor:
     """Divide by the root of the sum of squares over the last dimension, eps added to that sum."""
     return x * torch.rsqrt(tree_sum(x * x, -1) + eps)[..., None]

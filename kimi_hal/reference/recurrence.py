@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from kimi_hal.ops.kda import KDASpec
-from kimi_hal.reference.pointwise import l2_normalized, sigmoid, softplus, tree_sum
+from kimi_hal.reference.pointwise import (
+    l2_normalized,
+    log_softplus,
+    sigmoid,
+    softplus,
+    times_exp,
+    tree_sum,
+)
 
 #: Elements of the states advanced together: 16 Mi x 8 bytes = 128 MB in float64.
 STATES = 1 << 24
@@ -24,11 +31,13 @@ PREPARED = 1 << 22
 
 def gate(spec: KDASpec, raw_g: Tensor, A_log: Tensor, dt_bias: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the natural-log decay of ``raw_g [..., H, K]``."""
-    rate = torch.exp(A_log.to(dtype))[:, None]
+    log_rate = A_log.to(dtype)[:, None]
     argument = raw_g.to(dtype) + dt_bias.to(dtype).view(spec.num_heads, spec.head_dim)
     if spec.lower_bound is None:
-        return -rate * softplus(argument)
-    return spec.lower_bound * sigmoid(rate * argument)
+        return -times_exp(softplus(argument), log_rate, log_softplus(argument))
+    size = argument.abs()
+    product = times_exp(size, log_rate, torch.log(size))
+    return spec.lower_bound * sigmoid(torch.where(argument < 0, -product, product))
 
 
 def decay(

@@ -653,3 +653,19 @@ def test_record_bytes_of_a_rank_with_8_rows(gate: str, bytes_: int):
 def test_sizes_are_known_without_torch():
     code = "import sys, kimi_hal.reference.sizes; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("bound", [None, -5.0])
+def test_a_gate_far_out_is_its_limit_and_never_nan(bound: float | None) -> None:
+    """exp(A_log) and softplus are each beyond float32 where their product is not."""
+    spec = KDASpec(num_heads=3, head_dim=7, lower_bound=bound)
+    raw = torch.tensor([-90.0, -200.0, 0.0, -0.0, 90.0, 3e38, -3e38]).expand(1, 3, 7)
+    rates, bias = torch.tensor([0.0, 90.0, 200.0]), torch.zeros(21)
+    g = recurrence.gate(spec, raw, rates, bias, torch.float32)
+    exact = recurrence.gate(spec, raw, rates, bias, torch.float64)
+    assert not g.isnan().any()
+    assert (g <= 0).all()
+    torch.testing.assert_close(g, exact.float(), rtol=1e-5, atol=1e-30)
+    if bound is None:
+        assert g[0, :, 0].tolist() == pytest.approx([-8.194e-40, -1.0, -math.inf], rel=1e-3)
+        assert g[0, :, 1].tolist() == pytest.approx([0.0, 0.0, -1.0])

@@ -16,11 +16,12 @@ import torch
 
 from kimi_hal.dispatch.device import HostDevice
 from kimi_hal.ops.kda import KDASpec
+from kimi_hal.reference.recurrence import gate
 from kimi_hal_conformance import case as cases
 from kimi_hal_conformance.calls import Subject
 from kimi_hal_conformance.cases import load
 from kimi_hal_conformance.execute import try_case
-from kimi_hal_tpu.pallas import chunks, kda, layout, recurrence
+from kimi_hal_tpu.pallas import chunks, gates, kda, layout, recurrence
 from kimi_hal_tpu.pallas.bridge import races_found
 from kimi_hal_tpu.pallas.chunks import CHUNK
 from kimi_hal_tpu.pallas.mode import Mode
@@ -45,6 +46,17 @@ def walked(q: Numbers, k: Numbers, v: Numbers, g: Numbers, beta: Numbers, state:
 def unit(shape: tuple[int, ...]) -> Numbers:
     x = RANDOM.standard_normal(shape)
     return (x / np.linalg.norm(x, axis=-1, keepdims=True)).astype(np.float32)
+
+
+@pytest.mark.parametrize("bound", [None, -5.0])
+def test_a_gate_far_out_is_its_limit_and_never_nan(bound: float | None) -> None:
+    spec = KDASpec(num_heads=3, head_dim=7, lower_bound=bound)
+    raw = torch.tensor([-90.0, -200.0, 0.0, -0.0, 90.0, 3e38, -3e38]).expand(3, 7)
+    rates, bias = torch.tensor([0.0, 90.0, 200.0]), torch.zeros(21)
+    given = gates.parameters(spec, jnp.asarray(rates.numpy()), jnp.asarray(bias.numpy()))
+    fade = np.exp(gates.log_decay(spec, jnp.asarray(raw.numpy()), **given))
+    exact = gate(spec, raw[None], rates, bias, torch.float64)[0].exp()
+    np.testing.assert_allclose(fade, exact.numpy(), rtol=1e-5, atol=1e-30)
 
 
 def apart(found: Any, expected: Numbers) -> float:

@@ -20,6 +20,7 @@ from kimi_hal.errors import ContractError
 from kimi_hal.ops.kda import KDASpec
 from kimi_hal.ops.spec import Limits
 from kimi_hal.ops.topk_merge import TopKSpec
+from kimi_hal.reference.recurrence import gate
 from kimi_hal_conformance import case as cases
 from kimi_hal_conformance.calls import Subject
 from kimi_hal_conformance.cases import load
@@ -131,6 +132,17 @@ def test_no_part_of_a_program_runs_on_the_host(case: str) -> None:
     problems, _ = try_case(cases.get(case), Subject("tpu.xla", "cpu", HostDevice()), 0)[:2]
     assert not problems
     assert [name for name in metrics.counter_names() if name.startswith("aten::")] == []
+
+
+@pytest.mark.parametrize("bound", [None, -5.0])
+def test_a_gate_far_out_is_its_limit_and_never_nan(bound: float | None) -> None:
+    spec = KDASpec(num_heads=3, head_dim=7, lower_bound=bound)
+    raw = torch.tensor([-90.0, -200.0, 0.0, -0.0, 90.0, 3e38, -3e38]).expand(1, 3, 7).bfloat16().contiguous()
+    rates, bias = torch.tensor([0.0, 90.0, 200.0]), torch.zeros(21)
+    plan = hal.plan("kda_gate", spec, Limits(max_rows=1, max_reqs=1), device="cpu", implementation="tpu.xla")
+    g, _ = plan.run(raw, torch.zeros(1, 3).bfloat16(), rates, bias)
+    exact = gate(spec, raw, rates, bias, torch.float64).float()
+    torch.testing.assert_close(g, exact, rtol=1e-4, atol=1e-37)  # subnormals are lost
 
 
 def test_a_shape_that_depends_on_data_is_refused() -> None:

@@ -26,20 +26,26 @@ def softplus(x: Array) -> Array:
     return jnp.where(x > THRESHOLD, x, jnp.log1p(jnp.exp(jnp.minimum(x, THRESHOLD))))
 
 
+def log_softplus(x: Array) -> Array:
+    """Return ln ln(1 + exp(x)), which is x itself where exp(x) is nothing beside 1."""
+    return jnp.where(x < -40.0, x, jnp.log(softplus(x)))
+
+
 def log_decay(spec: KDASpec, g: Array, rate: Array | None, bias: Array | None) -> Array:
     """Return the natural-log decay, never positive: finished gates as they are where there is no rate.
 
     Args:
         spec: gives the bound.
         g: gates, raw or finished.
-        rate: exp(A_log), broadcast against ``g``.
+        rate: as ``parameters`` gives it, broadcast against ``g``.
         bias: dt_bias, likewise.
     """
     wide = g.astype(jnp.float32)
     if rate is None or bias is None:
         return wide
     if spec.lower_bound is None:
-        return -rate * softplus(wide + bias)
+        # exp(A_log) · softplus as one exponential: either factor may be beyond float32 where the product is not.
+        return -jnp.exp(rate + log_softplus(wide + bias))
     return spec.lower_bound * sigmoid(rate * (wide + bias))
 
 
@@ -60,11 +66,15 @@ def unit(x: Array) -> Array:
 
 
 def parameters(spec: KDASpec, A_log: Array | None, dt_bias: Array | None) -> Mapping[str, Array]:
-    """Return ``rate`` and ``bias`` as ``[H, K]`` float32 for a raw gate, nothing for a finished one."""
+    """Return ``rate`` and ``bias`` as ``[H, K]`` float32 for a raw gate, nothing for a finished one.
+
+    The rate is exp(A_log), finite, since 0 times infinity is no limit; of the gate without a bound A_log itself.
+    """
     if A_log is None or dt_bias is None:
         return {}
     shape = (spec.num_heads, spec.head_dim)
-    return {"rate": jnp.broadcast_to(jnp.exp(A_log)[:, None], shape), "bias": dt_bias.reshape(shape)}
+    rate = A_log if spec.lower_bound is None else jnp.minimum(jnp.exp(A_log), jnp.finfo(jnp.float32).max)
+    return {"rate": jnp.broadcast_to(rate[:, None], shape), "bias": dt_bias.reshape(shape)}
 
 
 def beta(spec: KDASpec, raw: Array) -> Array:
