@@ -7,15 +7,13 @@ import os
 from importlib.metadata import PackageNotFoundError, version
 
 import kimi_hal
-from kimi_hal.dispatch.contract import Probe
+from kimi_hal.dispatch.contract import ANY_DEVICE, Probe
 from kimi_hal.dispatch.loader import Loaded
 from kimi_hal.settings import VARIABLES
 from kimi_hal_conformance.case import INTERP, QUICK, STANDARD
 from kimi_hal_conformance.request import Request
 
 HOST = "kimi_hal.dispatch.device:HostDevice"
-#: ``Backend.torch_device`` of code that runs wherever torch does.
-ANY_DEVICE = "*"
 #: Seconds that one case may take, by how the kernel runs.
 LIMITS = {"native": 60.0, "portable": 60.0, "interpreted": 300.0}
 #: Processes at once where the host computes everything: more share its memory bandwidth.

@@ -9,7 +9,7 @@ import msgspec
 
 from kimi_hal import ops
 from kimi_hal.dispatch import composed
-from kimi_hal.dispatch.contract import Implementation, Probe
+from kimi_hal.dispatch.contract import ANY_DEVICE, Implementation, Probe
 from kimi_hal.dispatch.loader import Loaded, candidates
 from kimi_hal.dispatch.matching import distribution
 from kimi_hal.dispatch.sources import source_hash
@@ -20,7 +20,7 @@ from kimi_hal_conformance.case import INTERP, PROFILES, Case
 from kimi_hal_conformance.claims import told as claims
 from kimi_hal_conformance.claims.made import is_made
 from kimi_hal_conformance.claims.walk import NO_CLAIMS, Walk
-from kimi_hal_conformance.conditions import ANY_DEVICE, HOST, LIMITS, on_host, untimed
+from kimi_hal_conformance.conditions import HOST, LIMITS, on_host, untimed
 from kimi_hal_conformance.messages import Batch
 from kimi_hal_conformance.request import Request
 from kimi_hal_conformance.verdict import OnTrial, Verdict

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 from kimi_hal import ops
 from kimi_hal.dispatch import composed
-from kimi_hal.dispatch.contract import Probe
+from kimi_hal.dispatch.contract import ANY_DEVICE, Probe
 from kimi_hal.dispatch.loader import Loaded, candidates
 from kimi_hal.dispatch.loader import load as load_plugins
 from kimi_hal.errors import UnknownNameError
@@ -22,7 +22,7 @@ from kimi_hal_conformance.claims import told as claims
 from kimi_hal_conformance.claims import unclaimed
 from kimi_hal_conformance.claims.made import is_made
 from kimi_hal_conformance.conclusions import concluded, joined
-from kimi_hal_conformance.conditions import ANY_DEVICE, child_environment, lanes, on_host, untimed, versions
+from kimi_hal_conformance.conditions import child_environment, lanes, on_host, untimed, versions
 from kimi_hal_conformance.messages import Batch
 from kimi_hal_conformance.request import Request
 from kimi_hal_conformance.runner import Outcome

@@ -37,6 +37,8 @@ __all__ = [
 #: Raised when a plugin written for the previous number would break.
 API_VERSION = 1
 
+#: ``Backend.torch_device`` of code that runs wherever torch does.
+ANY_DEVICE = "*"
 EXECUTIONS = ("native", "portable", "interpreted", "compile_only")
 CAPTURES = ("none", "piecewise", "full")
 
@@ -262,7 +264,7 @@ class Backend:
         probe: ``"module:function"``, ``() -> Probe``; opens no device, imports no engine and no torch.
         implementations: ``"module:NAME"``, a tuple of Implementation; torch-free.
         device: ``"module:Class"`` with the DeviceHooks methods.
-        torch_device: the torch device type of its tensors.
+        torch_device: the torch device type of its tensors; ``ANY_DEVICE``: any.
         variables: environment variables of its own, ``KIMI_HAL_<PLUGIN>_…`` -> values and meaning.
         removed_variables: old name -> what replaces it.
         formats: ``"module:NAME"``, a tuple of extra cache formats.

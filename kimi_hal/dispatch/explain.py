@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kimi_hal.dispatch import policy
-from kimi_hal.dispatch.candidate import Candidate, assess
+from kimi_hal.dispatch.assess import assess
+from kimi_hal.dispatch.candidate import Candidate
 from kimi_hal.dispatch.loader import Registry
 from kimi_hal.dispatch.selection import decide
 from kimi_hal.dispatch.wish import REFERENCE, Request, Wish, wish

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kimi_hal.dispatch import composed, policy
-from kimi_hal.dispatch.candidate import ANY_DEVICE, Assessment, Candidate, assess
-from kimi_hal.dispatch.contract import Backend, Capability, Implementation, Probe
+from kimi_hal.dispatch.assess import assess
+from kimi_hal.dispatch.candidate import Assessment, Candidate
+from kimi_hal.dispatch.contract import ANY_DEVICE, Backend, Capability, Implementation, Probe
 from kimi_hal.dispatch.loader import Registry
 from kimi_hal.dispatch.wish import REFERENCE, Request, Wish, wish
 from kimi_hal.errors import SelectionError

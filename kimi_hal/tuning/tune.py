@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kimi_hal.dispatch import composed, planning, policy, shapes
-from kimi_hal.dispatch.candidate import Assessment, assess
+from kimi_hal.dispatch.assess import assess
+from kimi_hal.dispatch.candidate import Assessment
 from kimi_hal.dispatch.explain import default_device
 from kimi_hal.dispatch.hookspecs import DeviceHooks
 from kimi_hal.dispatch.loader import Loaded, Registry, resolve

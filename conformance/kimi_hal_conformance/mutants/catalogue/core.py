@@ -75,7 +75,7 @@ CHOICE = (
     ),
     Mutant(
         id="refuse_with_first_reason",
-        file="dispatch/candidate.py",
+        file="dispatch/assess.py",
         old="against.append(found)",
         new="against.append(found[:1])",
         breaks="Of several reasons against a kernel only the first is told.",
@@ -86,7 +86,7 @@ CHOICE = (
     ),
     Mutant(
         id="choose_what_varies_with_batch",
-        file="dispatch/candidate.py",
+        file="dispatch/assess.py",
         old="if request.settings.batch_invariant and not capability.properties.batch_invariant:",
         new="if request.settings.batch_invariant and not (capability.properties.batch_invariant "
         "or capability.properties.deterministic):",
@@ -98,7 +98,7 @@ CHOICE = (
     ),
     Mutant(
         id="choose_without_tie_rule",
-        file="dispatch/candidate.py",
+        file="dispatch/assess.py",
         old='if capability.properties.tie_rule != "contract" and not named:',
         new='if capability.properties.tie_rule != "contract" and not named and request.device_type == "cpu":',
         breaks="A kernel without the tie rule is chosen by auto.",
@@ -109,7 +109,7 @@ CHOICE = (
     ),
     Mutant(
         id="choose_undeclared_rounding",
-        file="dispatch/candidate.py",
+        file="dispatch/assess.py",
         old="admitted = named or set(item.numerics) <= set(request.spec.numerics)",
         new="admitted = named or len(item.numerics) <= 1",
         breaks="A kernel that rounds beyond the contract is chosen although the Spec does not admit it.",
