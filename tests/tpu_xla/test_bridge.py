@@ -152,6 +152,13 @@ def test_rows_that_are_no_bucket_are_refused_on_the_device() -> None:
 
 
 @pytest.mark.usefixtures("tpu")
+def test_no_rows_need_neither_a_bucket_nor_a_computation() -> None:
+    found = plan()
+    assert tuple(found.run(*call("kda_decode", 0)).shape) == (0, 2, 128)
+    assert found.run.__globals__["call"].machine.computations == {}
+
+
+@pytest.mark.usefixtures("tpu")
 def test_without_a_name_the_traced_program_goes_first() -> None:
     assert plan(name=None).name == "tpu.xla"
 
