@@ -17,6 +17,7 @@ from kimi_hal.dispatch.planned import Plan
 from kimi_hal.dispatch.selection import Choice, select
 from kimi_hal.dispatch.shadow import Shadow, refusal, shadowed
 from kimi_hal.dispatch.table import PLANS
+from kimi_hal.dispatch.tuned import told
 from kimi_hal.dispatch.wish import REFERENCE
 from kimi_hal.errors import PluginError, SelectionError, SpecError
 from kimi_hal.log import log
@@ -80,8 +81,8 @@ def make(wanted: Wanted) -> Plan:
     except Exception as error:
         ranks.fail(wanted.group, wanted.op.name, error)
         raise
-    told = "".join(f" {name}={value}" for name, value in made.built.context.configuration.items())
-    shared = keys.shared(wanted.op.name, wanted.spec, wanted.limits, made.name + told, made.source_hash)
+    name = made.name + told(made.built.context.configuration)
+    shared = keys.shared(wanted.op.name, wanted.spec, wanted.limits, name, made.source_hash)
     ranks.agree(wanted.group, shared)
     PLANS.add(made)
     return made

@@ -15,6 +15,7 @@ from kimi_hal.dispatch.assess import assess
 from kimi_hal.dispatch.candidate import Assessment, Candidate
 from kimi_hal.dispatch.contract import ANY_DEVICE, Backend, Capability, Implementation, Probe
 from kimi_hal.dispatch.loader import Registry
+from kimi_hal.dispatch.tuned import told
 from kimi_hal.dispatch.wish import REFERENCE, Request, Wish, wish
 from kimi_hal.errors import SelectionError
 from kimi_hal.log import log
@@ -176,9 +177,9 @@ def _why(asked: Wish, chosen: Assessment, assessed: list[Assessment]) -> str:
 def _preferred(chosen: Assessment, others: list[Assessment]) -> Iterable[str]:
     ranked = [a for a in others if a.implementation.name != composed.NAME]
     if chosen.entry is not None and chosen.preference is not None:
-        told = "".join(f", {name}={value}" for name, value in chosen.entry.configuration.items())
         behind = [f"{a.full_name} {a.entry.us:g} µs" if a.entry else a.full_name for a in ranked]
-        yield f"{chosen.preference.measured}{told}" + (f" before {', '.join(behind)}" if behind else "")
+        first = chosen.preference.measured + told(chosen.entry.configuration, ", ")
+        yield first + (f" before {', '.join(behind)}" if behind else "")
     elif ranked and chosen.preference is not None:
         measured = f" ({chosen.preference.measured})" if chosen.preference.measured else ""
         yield f"rank {chosen.preference.rank}{measured} before {', '.join(a.full_name for a in ranked)}"

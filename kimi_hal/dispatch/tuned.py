@@ -15,6 +15,11 @@ from kimi_hal.dispatch.shapes import Shape
 from kimi_hal.ops.spec import Limits, Spec
 
 
+def told(settings: Mapping[str, Any], before: str = " ") -> str:
+    """Return settings as a person reads them, each ``name=value`` behind ``before``; empty where there are none."""
+    return "".join(f"{before}{name}={value}" for name, value in settings.items())
+
+
 @dataclass(frozen=True)
 class Entry:
     """One measured candidate of a line.
@@ -32,8 +37,7 @@ class Entry:
     source: str = ""
 
     def __str__(self) -> str:
-        told = "".join(f" {name}={value}" for name, value in self.configuration.items())
-        return f"{self.implementation}{told} {self.us:g} µs"
+        return f"{self.implementation}{told(self.configuration)} {self.us:g} µs"
 
 
 @dataclass(frozen=True)

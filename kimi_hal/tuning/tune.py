@@ -16,7 +16,7 @@ from kimi_hal.dispatch.hookspecs import DeviceHooks
 from kimi_hal.dispatch.loader import Loaded, Registry, resolve
 from kimi_hal.dispatch.matching import distribution
 from kimi_hal.dispatch.shapes import Shape, decisive
-from kimi_hal.dispatch.tuned import Entry, Line, Table
+from kimi_hal.dispatch.tuned import Entry, Line, Table, told
 from kimi_hal.dispatch.wish import Request, wish
 from kimi_hal.errors import KimiHalError, TableError
 from kimi_hal.ops.operator import get
@@ -107,7 +107,7 @@ class Bench:
 
     def line(self, operator: str, spec: Spec, sizes: Shape, question: Question, say: Say) -> Line | None:
         """Measure the candidates of one class; None where none runs."""
-        what = f"{operator} {_told(decisive(operator, spec))}, {sizes}"
+        what = f"{operator}{told(decisive(operator, spec))}, {sizes}"
         if operands.size(operator, spec, sizes) > SHARE * self.hooks.memory()[0]:
             say(f"{what}: left out, too large for this device")
             return None
@@ -191,10 +191,6 @@ def ranked(entries: Sequence[Entry], ranks: dict[str, float]) -> tuple[Entry, ..
 
 def _wanted(full_name: str, question: Question) -> bool:
     return full_name not in question.without and (not question.only or full_name in question.only)
-
-
-def _told(fields: dict[str, Any]) -> str:
-    return " ".join(f"{name}={value}" for name, value in fields.items())
 
 
 def _any_spec() -> Spec:
