@@ -59,8 +59,8 @@ def command(operators: tuple[str, ...], tune: Path | None, device: str | None, *
         without=options["without"],
         choices=tune is not None,
     )
-    bench = Bench(settings, policy.registry(settings), device)
-    for table in bench.tables(question, str(tune or ""), click.echo):
+    bench = Bench(question, settings, policy.registry(settings), device, click.echo)
+    for table in bench.tables(str(tune or "")):
         if tune is not None:  # after each line: what an interrupted run found is kept
             tune.write_text(text(table), encoding="utf-8")
     click.echo(f"{table.device} ({table.arch}), {table.measured}: {len(table.lines)} lines")

@@ -73,10 +73,21 @@ def wish(request: Request, registry: Registry) -> Wish:
     if override is not None:
         source = f"KIMI_HAL_OPS={request.op.name}={override}"
         return Wish(source, _owner(registry, request, override), override)
-    if request.settings.backend != "auto":
-        name = registry.get(request.settings.backend).name
+    return of_backend(request.settings, request.device_type, registry)
+
+
+def of_backend(settings: Settings, device: str, registry: Registry) -> Wish:
+    """Return which backend the settings lead to on a torch device where no implementation is named.
+
+    Raises:
+        UnknownNameError: no such backend.
+        PluginError: the backend that is asked for cannot be used.
+        SelectionError: ``auto`` found two accelerators.
+    """
+    if settings.backend != "auto":
+        name = registry.get(settings.backend).name
         return Wish(f"KIMI_HAL_BACKEND={name}", name)
-    return _auto(request.device_type, registry)
+    return _auto(device.partition(":")[0], registry)
 
 
 def _owner(registry: Registry, request: Request, full_name: str) -> str:

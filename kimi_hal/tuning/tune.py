@@ -17,7 +17,7 @@ from kimi_hal.dispatch.loader import Loaded, Registry, resolve
 from kimi_hal.dispatch.matching import distribution
 from kimi_hal.dispatch.shapes import Shape, decisive
 from kimi_hal.dispatch.tuned import Entry, Line, Table, told
-from kimi_hal.dispatch.wish import Request, wish
+from kimi_hal.dispatch.wish import Request, of_backend, wish
 from kimi_hal.errors import KimiHalError, TableError
 from kimi_hal.ops.operator import get
 from kimi_hal.ops.spec import Spec
@@ -53,15 +53,31 @@ class Question:
     without: tuple[str, ...] = ()
     choices: bool = False
 
+    def asks(self, full_name: str) -> bool:
+        """Tell whether an implementation is to be measured."""
+        return full_name not in self.without and (not self.only or full_name in self.only)
+
 
 class Bench:
-    """The backend that the settings lead to, on its device."""
+    """A question to the backend that the settings lead to, on its device.
 
-    def __init__(self, settings: Settings, registry: Registry, device: str | None = None) -> None:
-        self.settings, self.registry = settings, registry
+    Args:
+        question: what is measured.
+        settings: the variables.
+        registry: the loaded backends.
+        device: a torch device; ``None`` = where the settings lead.
+        say: told each line as it is found, and what is left out and why.
+
+    Raises:
+        TableError: there is no backend, or none that runs here as an engine runs it.
+    """
+
+    def __init__(
+        self, question: Question, settings: Settings, registry: Registry, device: str | None, say: Say
+    ) -> None:
+        self.question, self.settings, self.registry, self.say = question, settings, registry, say
         self.device = device or default_device(settings, registry)
-        request = Request(get("topk_select"), _any_spec(), None, self.device, None, settings)
-        asked = wish(request, registry)
+        asked = of_backend(settings, self.device, registry)
         if asked.backend is None:
             raise TableError(f"nothing to measure: {asked.source}")
         self.backend: Loaded = registry.get(asked.backend)
@@ -72,23 +88,23 @@ class Bench:
         self.hooks: DeviceHooks = resolve(self.backend.backend.device)()
         self.flush = Flush(self.device)
 
-    def tables(self, question: Question, label: str, say: Say) -> Iterator[Table]:
-        """Measure, tell each line as it is found, and yield the table as it grows; the last one is whole."""
+    def tables(self, label: str) -> Iterator[Table]:
+        """Measure, and yield the table as it grows, line by line; the last one is whole."""
         table = Table(
             label=label,
             backend=self.backend.name,
             version=self.backend.backend.version,
             arch=self.probe.arch,
             device=next(iter(self.probe.names), "present"),
-            measured=self.measured(),
+            measured=self.conditions(),
             lines=(),
         )
         yield table
-        for line in self.lines(question, say):
+        for line in self.lines():
             table = dataclasses.replace(table, lines=(*table.lines, line))
             yield table
 
-    def measured(self) -> str:
+    def conditions(self) -> str:
         """Return when and with which versions of what."""
         day = datetime.datetime.now(datetime.UTC).date().isoformat()
         required = {n for i in self.backend.implementations for c in i.capabilities for n in c.requires}
@@ -96,38 +112,38 @@ class Bench:
         versions = {**self.hooks.versions(), **libraries, **self.probe.facts}
         return ", ".join((day, *(f"{name} {version}" for name, version in sorted(versions.items()))))
 
-    def lines(self, question: Question, say: Say) -> Iterator[Line]:
+    def lines(self) -> Iterator[Line]:
         """Measure each class of each Spec of each operator."""
-        for operator, specs in question.specs.items():
+        for operator, specs in self.question.specs.items():
             for spec in specs:
-                for sizes in question.shapes[operator]:
-                    line = self.line(operator, spec, sizes, question, say)
+                for sizes in self.question.shapes[operator]:
+                    line = self.line(operator, spec, sizes)
                     if line is not None:
                         yield line
 
-    def line(self, operator: str, spec: Spec, sizes: Shape, question: Question, say: Say) -> Line | None:
+    def line(self, operator: str, spec: Spec, sizes: Shape) -> Line | None:
         """Measure the candidates of one class; None where none runs."""
         what = f"{operator}{told(decisive(operator, spec))}, {sizes}"
         if operands.size(operator, spec, sizes) > SHARE * self.hooks.memory()[0]:
-            say(f"{what}: left out, too large for this device")
+            self.say(f"{what}: left out, too large for this device")
             return None
         limits = shapes.limits(operator, spec, sizes)
         if shapes.shape(operator, spec, limits) != sizes:
-            say(f"{what}: left out, not a class of this Spec")
+            self.say(f"{what}: left out, not a class of this Spec")
             return None
-        found = [a for a in self.candidates(operator, spec, limits) if _wanted(a.full_name, question)]
+        found = [a for a in self.candidates(operator, spec, limits) if self.question.asks(a.full_name)]
         if not found:
-            say(f"{what}: nothing fits")
+            self.say(f"{what}: nothing fits")
             return None
-        if question.choices and len(found) == 1 and not found[0].implementation.configurations:
-            say(f"{what}: left out, {found[0].full_name} alone fits")
+        if self.question.choices and len(found) == 1 and not found[0].implementation.configurations:
+            self.say(f"{what}: left out, {found[0].full_name} alone fits")
             return None
         work = operands.make(operator, spec, sizes, self.device)
-        entries = [entry for a in found for entry in self.entries(a, spec, work, question, say)]
+        entries = [entry for a in found for entry in self.entries(a, spec, work)]
         if not entries:
             return None
         ranking = ranked(entries, {a.implementation.name: a.rank for a in found})
-        say(f"{what}: {', '.join(map(str, ranking))}")
+        self.say(f"{what}: {', '.join(map(str, ranking))}")
         return Line(operator, decisive(operator, spec), sizes, ranking)
 
     def candidates(self, operator: str, spec: Spec, limits: Any) -> list[Assessment]:
@@ -144,9 +160,7 @@ class Bench:
             if a.loaded is self.backend and not a.refusals and a.implementation.name != composed.NAME
         ]
 
-    def entries(
-        self, found: Assessment, spec: Spec, work: operands.Work, question: Question, say: Say
-    ) -> Iterator[Entry]:
+    def entries(self, found: Assessment, spec: Spec, work: operands.Work) -> Iterator[Entry]:
         """Time a candidate in its own configuration and in each that it names; what fails is told and left out."""
         where = found.implementation.configurations
         named = resolve(where)(spec, work.limits, self.probe.arch) if where else ()
@@ -165,9 +179,9 @@ class Bench:
                 configuration=configuration,
             )
             try:
-                us = timed(wanted, work, self.hooks, question.budget, self.flush)
+                us = timed(wanted, work, self.hooks, self.question.budget, self.flush)
             except (KimiHalError, RuntimeError) as error:
-                say(f"  {found.full_name}: {type(error).__name__}: {str(error).splitlines()[0]}")
+                self.say(f"  {found.full_name}: {type(error).__name__}: {str(error).splitlines()[0]}")
                 continue
             yield Entry(found.implementation.name, round(us, 2), dict(configuration), source)
 
@@ -187,13 +201,3 @@ def ranked(entries: Sequence[Entry], ranks: dict[str, float]) -> tuple[Entry, ..
     order = sorted(best.values(), key=lambda e: e.us)
     near = sorted((e for e in order if e.us <= bound), key=lambda e: -ranks.get(e.implementation, 0.0))
     return (*near, *(e for e in order if e.us > bound))
-
-
-def _wanted(full_name: str, question: Question) -> bool:
-    return full_name not in question.without and (not question.only or full_name in question.only)
-
-
-def _any_spec() -> Spec:
-    from kimi_hal.ops.topk_merge import TopKSpec
-
-    return TopKSpec()
