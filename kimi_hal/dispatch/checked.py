@@ -10,7 +10,7 @@ from typing import Any
 
 from kimi_hal.dispatch import capture, signatures
 from kimi_hal.errors import ContractError
-from kimi_hal.ops import check, values
+from kimi_hal.ops import check
 from kimi_hal.ops.check import Terms
 from kimi_hal.ops.operator import Operator
 from kimi_hal.ops.spec import Spec
@@ -36,21 +36,7 @@ def validate(op: Operator, spec: Spec, terms: Terms, given: Mapping[str, Any]) -
         ContractError: all reasons together.
     """
     reasons = check.problems(op, spec, given, terms)
-    if not reasons:
-        reasons = list(values.no_shared_elements(_written(op, given)))
     if not reasons and op.values is not None:
         reasons = list(op.values(spec, terms.limits, given))
     if reasons:
         raise ContractError(op.name, reasons)
-
-
-def _written(op: Operator, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tensors that a call writes, by name."""
-    named: dict[str, Any] = {}
-    for name in (*op.mutated, *(out.keyword for out in op.outs)):
-        value = given.get(name)
-        if isinstance(value, list | tuple):
-            named |= {f"{name}[{i}]": tensor for i, tensor in enumerate(value)}
-        elif value is not None:
-            named[name] = value
-    return named

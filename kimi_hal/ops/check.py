@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kimi_hal.errors import ContractError
+from kimi_hal.ops import values
 from kimi_hal.ops.operator import Arg, Dims, Operator, Out
 from kimi_hal.ops.spec import Limits, Spec
 
@@ -210,6 +211,8 @@ def _operand(
             yield wrong
             return
     yield from _layout(label, contiguity(arg.strided, cap), tensor)
+    if arg.mutated:
+        yield from _written(label, tensor)
     yield from _alignment(label, cap, tensor)
 
 
@@ -225,6 +228,11 @@ def _layout(label: str, needed: frozenset[str], tensor: Any) -> Iterator[str]:
             return
     if needed and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         yield f"{label} must have stride 1 in its last dimension, got strides {list(tensor.stride())}"
+
+
+def _written(label: str, tensor: Any) -> Iterator[str]:
+    if values.shares_elements(tuple(tensor.shape), tuple(tensor.stride())):
+        yield f"{label} is written and its elements share memory, got strides {list(tensor.stride())}"
 
 
 def _alignment(label: str, cap: TensorCap | None, tensor: Any) -> Iterator[str]:
@@ -297,6 +305,7 @@ def _output(
         yield wrong
         return
     yield from _layout(out.keyword, contiguity("last", cap), buffer)
+    yield from _written(out.keyword, buffer)
     yield from _alignment(out.keyword, cap, buffer)
 
 

@@ -8,7 +8,7 @@ Reads are the cheapest that torch has: ``is_contiguous`` costs half of ``stride`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from kimi_hal.ops import written
 from kimi_hal.ops.check import BOUNDED, WORKSPACE_ALIGN, Check, Terms, accepted_dtypes, contiguity, uneven
 from kimi_hal.ops.operator import BOUNDS, Arg, Operator, Out, torch_dtype
 from kimi_hal.ops.spec import Spec
+from kimi_hal.ops.values import shares_elements
 
 Refuse = Callable[[tuple[Any, ...]], None]
 
@@ -24,7 +25,7 @@ def function(op: Operator, spec: Spec, terms: Terms, refuse: Refuse) -> Check:
     """Compile the check; ``refuse`` gets the operands in signature order when a condition fails."""
     writer = Writer(op, spec, terms)
     source = writer.source()
-    constants = {**writer.constants, "refuse": refuse, "uneven": uneven, "several": several}
+    constants = {**writer.constants, "refuse": refuse, **USED}
     check: Check = written.function(f"check_{op.name}", source, f"<check of {op.name}>", constants)
     check.__doc__ = source
     return check
@@ -33,6 +34,14 @@ def function(op: Operator, spec: Spec, terms: Terms, refuse: Refuse) -> Check:
 def several(size: Any) -> tuple[Any, ...]:
     """Return the dimensions that a letter stands for."""
     return size if isinstance(size, tuple) else (size,)
+
+
+#: Functions that the text of a check calls by name.
+USED: Mapping[str, Callable[..., Any]] = {
+    "uneven": uneven,
+    "several": several,
+    "shares_elements": shares_elements,
+}
 
 
 @dataclass
@@ -103,7 +112,7 @@ class Writer:
         binds: list[str] = []
         if arg.shape != "*":
             tests += self._shape(var, arg.shape, binds)
-        tests += self._layout(var, contiguity(arg.strided, cap), arg.shape)
+        tests += self._layout(var, contiguity(arg.strided, cap), arg.shape, arg.mutated)
         tests += self._alignment(var, cap)
         yield from self._refuse_if(tests)
         yield from self._bind(binds, certain)
@@ -193,17 +202,33 @@ class Writer:
                 yield f"{base} = {value}"
                 self.known.add(base)
 
-    def _layout(self, var: str, needed: frozenset[str], words: str) -> list[str]:
-        if not needed or words == "1":
+    def _layout(self, var: str, needed: frozenset[str], words: str, written: bool) -> list[str]:
+        """Return the test of the strides, which are read only where a tensor is not contiguous."""
+        if words == "1" or not (needed or written):
             return []
-        whole = f"{var}.is_contiguous()"
+        whole, st = f"{var}.is_contiguous()", f"(st := {var}.stride())"
         if "all" in needed:
             return [f"not {whole}"]
         if "inner" in needed:
-            return [f"(not {whole} and {var}.stride()[1:] != {self._packed(words)})"]
-        if "heads" in needed:
-            return [f"(not {whole} and ((st := {var}.stride())[-1] != 1 or st[-2] != s[-1]))"]
-        return [f"(not {whole} and {var}.stride()[-1:] != (1,))"]
+            wrong = f"{st}[1:] != {self._packed(words)}"
+        elif "heads" in needed:
+            wrong = f"{st}[-1] != 1 or st[-2] != s[-1]"
+        else:
+            wrong = f"{st}[-1:] != (1,)" if needed else f"not {st}"
+        if written:
+            free = 1 if "inner" in needed else len(words.split()) - 1
+            wrong += f" or {self._shared(free)}"
+        return [f"(not {whole} and ({wrong}))"]
+
+    def _shared(self, free: int) -> str:
+        """Return the test of elements in one place; dimensions one inside the other, as most are, have none.
+
+        Args:
+            free: dimensions whose strides nothing has said yet, from the first on; 0: any number.
+        """
+        crossed = [f"st[{i}] < st[{i + 1}] * s[{i + 1}]" for i in range(free)]
+        shared = "shares_elements(s, st)"
+        return f"(({' or '.join(crossed)}) and {shared})" if crossed else shared
 
     def _packed(self, words: str) -> str:
         """Return the strides of all but the first dimension where these are contiguous."""
@@ -243,7 +268,7 @@ class Writer:
             yield self.fail
             return
         tests += [f"(s := {var}.shape) != ({', '.join(sizes)},)"]
-        tests += self._layout(var, contiguity("last", cap), out.shape)
+        tests += self._layout(var, contiguity("last", cap), out.shape, written=True)
         tests += self._alignment(var, cap)
         yield from self._refuse_if(tests)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from inputs import example
 from kimi_hal.dispatch.contract import Capability, Properties, Sizes, TensorCap
 from kimi_hal.errors import ContractError
-from kimi_hal.ops import all_gather, check, sparse_mla, store_latent
+from kimi_hal.ops import OPERATORS, all_gather, check, sparse_mla, store_latent
 from kimi_hal.ops.all_gather import GatherSpec
+from kimi_hal.ops.operator import output_shapes, torch_dtype
 from kimi_hal.ops.sparse_mla import SparseMLASpec, StoreLatentSpec
 from kimi_hal.ops.spec import Limits
 
@@ -277,3 +279,71 @@ def test_the_fast_path_has_no_try_and_reads_no_environment():
     assert text.startswith("def check_sparse_mla(q=None, cache=None,")
     assert "try" not in text
     assert "environ" not in text
+
+
+def written(name):
+    """Return an operator's example with all of its outputs, and the tensors that a call writes, by label."""
+    op = OPERATORS[name]
+    spec, limits, args, kwargs = example(name)
+    given = dict(op.signature.bind(*args, **kwargs).arguments)
+    for out in output_shapes(op, spec, limits, given):
+        given[out.keyword] = torch.empty(out.shape, dtype=torch_dtype(out.dtype))
+    found = {}
+    for key in (*op.mutated, *(out.keyword for out in op.outs)):
+        value = given[key]
+        found |= {f"{key}[{i}]": t for i, t in enumerate(value)} if isinstance(value, list) else {key: value}
+    return op, spec, limits, given, found
+
+
+def replaced(given, label, tensor):
+    name, _, index = label.partition("[")
+    if not index:
+        return {**given, name: tensor}
+    place = int(index.rstrip("]"))
+    return {**given, name: [tensor if i == place else t for i, t in enumerate(given[name])]}
+
+
+@pytest.mark.parametrize("name", sorted(OPERATORS))
+def test_what_a_call_writes_may_not_share_elements(name):
+    op, spec, limits, given, tensors = written(name)
+    checker = check.compiled(op, spec, limits)
+    checker(**given)
+    for label, tensor in tensors.items():
+        if tensor.dim() < 2 or tensor.shape[0] < 2 or not tensor.numel():
+            continue
+        for stride in (0, tensor.stride(0) - 1):  # expanded, and rows that reach into the next
+            shared = tensor.as_strided(tensor.shape, (stride, *tensor.stride()[1:]))
+            with pytest.raises(ContractError) as error:
+                checker(**replaced(given, label, shared))
+            assert error.value.reasons == (
+                f"{label} is written and its elements share memory, got strides {list(shared.stride())}",
+            )
+
+
+@pytest.mark.parametrize("name", sorted(OPERATORS))
+def test_gaps_and_turned_dimensions_of_what_is_written_pass_the_fast_path(name, monkeypatch):
+    op, spec, limits, given, tensors = written(name)
+    checker = check.compiled(op, spec, limits)
+    monkeypatch.setattr(check, "problems", lambda *a: pytest.fail("the long way was taken"))
+    for label, tensor in tensors.items():
+        if tensor.dim() < 2 or not tensor.numel():
+            continue
+        outer, whole = 3 * tensor[0].numel(), torch.empty(3 * tensor.numel(), dtype=tensor.dtype)
+        gaps = whole.as_strided(tensor.shape, (outer, *tensor.stride()[1:]))
+        checker(**replaced(given, label, gaps))
+        if tensor.dim() == 3:
+            turned = torch.empty_like(tensor.transpose(0, 1), memory_format=torch.contiguous_format)
+            checker(**replaced(given, label, turned.transpose(0, 1)))
+
+
+def test_a_kernel_that_wants_packed_heads_and_writes_is_told_both():
+    wanted = Capability(("*",), {}, tensors={"out": TensorCap(contiguous=("heads",))})
+    out = torch.empty(1, 12, 512, dtype=torch.bfloat16).expand(4, 12, 512)
+    assert reasons({**operands(), "out": out}, capability=wanted) == [
+        "out is written and its elements share memory, got strides [0, 512, 1]"
+    ]
+    out = torch.empty(4, 512, dtype=torch.bfloat16)[:, None].expand(4, 12, 512)
+    assert reasons({**operands(), "out": out}, capability=wanted) == [
+        "out must be contiguous in its last two dimensions, got strides [512, 0, 1]",
+        "out is written and its elements share memory, got strides [512, 0, 1]",
+    ]

@@ -281,8 +281,8 @@ OPERANDS = (
     Mutant(
         id="strides_not_checked",
         file="ops/straightline.py",
-        old="tests += self._layout(var, contiguity(arg.strided, cap), arg.shape)",
-        new="tests += self._layout(var, contiguity(arg.strided, cap), arg.shape)[:0]",
+        old="tests += self._layout(var, contiguity(arg.strided, cap), arg.shape, arg.mutated)",
+        new="tests += self._layout(var, contiguity(arg.strided, cap), arg.shape, arg.mutated)[:0]",
         breaks="A stride that a kernel does not honour is not refused.",
         imitates="https://github.com/flagos-ai/FlagGems/pull/1786",
         passes=SAME,
