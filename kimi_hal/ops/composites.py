@@ -294,11 +294,11 @@ def dsa_decode(
 
 def _kda_parts(spec: KDASpec, limits: Limits | None) -> Iterator[Part]:
     own = dataclasses.replace(spec, checkpoints=False)
-    sequences_ = limits and dataclasses.replace(
+    of_one_row = limits and dataclasses.replace(
         limits, max_reqs=limits.max_rows, rows_per_req=1, uniform=True
     )
-    yield Part("kda_conv", own, sequences_)
-    yield Part("kda_decode", own, sequences_)
+    yield Part("kda_conv", own, of_one_row)
+    yield Part("kda_decode", own, of_one_row)
 
 
 def _kda_values(spec: KDASpec, limits: Limits | None, t: Mapping[str, Any]) -> Iterator[str]:

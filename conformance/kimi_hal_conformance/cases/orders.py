@@ -18,6 +18,7 @@ from kimi_hal_conformance.draws import column, normal
 
 LIMITS = Limits(max_rows=256, max_reqs=64, max_context=1 << 20)
 FP8 = "index.fp8.e4m3fn.pow2.page64"
+WIDE = TopKSpec(return_selected=True)
 
 Rows = Callable[[torch.Generator], Tensor]
 
@@ -103,36 +104,43 @@ def one_row_after_another(g: torch.Generator) -> Tensor:
     return torch.cat([kinds[row % 4] for row in range(9)])
 
 
-def selections() -> Iterator[Case]:
-    """Classes 5, 6, 7, 11, 17, 19 and 23 on ``topk_select``."""
-    wide = TopKSpec(return_selected=True)
+def clusters() -> Iterator[Case]:
+    """Classes 5 and 6 on ``topk_select``: many equal scores, and many in one bin."""
     for infinite in (0, 3):
-        make = selects(wide, winners_among_zeros(infinite), [8320])
-        yield select(f"winners-among-zeros/inf{infinite}", wide, make, 5, QUICK)
-    clusters = {
+        make = selects(WIDE, winners_among_zeros(infinite), [8320])
+        yield select(f"winners-among-zeros/inf{infinite}", WIDE, make, 5, QUICK)
+    drawn = {
         "from-1": cluster(1.0, 2.0**-23, 8192),
         "negative": cluster(-1.0, -(2.0**-23), 8192),
         "largest": by_bits(0x7F7FFFFF - 8191, 8192),
         "subnormal": by_bits(1, 8192),
         "across-zero": cluster(-4096 * 2.0**-149, 2.0**-149, 8192),
     }
-    for label, rows in clusters.items():
-        yield select(f"cluster-{label}", wide, selects(wide, rows, [8192]), 6, QUICK)
+    for label, rows in drawn.items():
+        yield select(f"cluster-{label}", WIDE, selects(WIDE, rows, [8192]), 6, QUICK)
         narrow = TopKSpec(topk=48, return_selected=True)
         small = cut(rows, 300)
         yield select(f"cluster-{label}/k48", narrow, selects(narrow, small, [300]), 6)
     rounded = TopKSpec(topk=48, score="bfloat16", return_selected=True)
     half = selects(rounded, cut(cluster(1.0, 2.0**-10, 300), 300), [300])
     yield select("cluster-halves-rounded", rounded, half, 5)
-    around = selects(wide, lambda g: normal(g, 6, 2049), (0, 1, 2047, 2048, 2049, -1))
-    yield select("lengths-around-2048", wide, around, 7, QUICK)
+
+
+def windows() -> Iterator[Case]:
+    """Class 7 on ``topk_select``: lengths and starts."""
+    around = selects(WIDE, lambda g: normal(g, 6, 2049), (0, 1, 2047, 2048, 2049, -1))
+    yield select("lengths-around-2048", WIDE, around, 7, QUICK)
     window = TopKSpec(topk=4, has_row_start=True)
-    windows = selects(window, lambda g: normal(g, 5, 10), (9, -1, 3, 4, 2**31 - 1), (7, 0, -5, 10, 2))
-    yield select("window-7-of-10", window, windows, 7)
+    late = selects(window, lambda g: normal(g, 5, 10), (9, -1, 3, 4, 2**31 - 1), (7, 0, -5, 10, 2))
+    yield select("window-7-of-10", window, late, 7)
     starts = (-5, -1, -(2**31), 3, -10)
     outside = TopKSpec(topk=4, has_row_start=True, return_selected=True)
-    windows = selects(outside, lambda g: normal(g, 5, 10), (9, 10, 3, 7, 2**31 - 1), starts)
-    yield select("starts-before-the-row", outside, windows, 7)
+    early = selects(outside, lambda g: normal(g, 5, 10), (9, 10, 3, 7, 2**31 - 1), starts)
+    yield select("starts-before-the-row", outside, early, 7)
+
+
+def no_numbers() -> Iterator[Case]:
+    """Class 19 on ``topk_select``: NaN, and zeros of both signs."""
     for k in (1, 5, 12):
         of = TopKSpec(topk=k, return_selected=True)
         yield select(f"nan-payloads/k{k}", of, selects(of, nan_payloads, [16, 15, 16, 16]), 19)
@@ -140,13 +148,16 @@ def selections() -> Iterator[Case]:
     yield select("nan-of-both-signs", few, selects(few, nan_of_both_signs, [16] * 7), 19)
     zeros = TopKSpec(topk=32, return_selected=True)
     yield select("zeros-of-both-signs", zeros, selects(zeros, zeros_of_both_signs, [700, 699]), 19)
+
+
+def sizes() -> Iterator[Case]:
+    """Classes 5, 6, 7, 11 and 17 on ``topk_select``: numbers of rows, of winners, of columns and of ranks."""
     mixed = TopKSpec(topk=100)
     lengths = (2000, 7, 1999, 2000, 0, 100, 101, 2000, 1)
     yield select("one-row-after-another", mixed, selects(mixed, one_row_after_another, lengths), 6)
     many = TopKSpec(topk=3)
-    yield select(
-        "rows-130", many, selects(many, lambda g: normal(g, 130, 70), [70 - r % 71 for r in range(130)]), 17
-    )
+    rows = selects(many, lambda g: normal(g, 130, 70), [70 - r % 71 for r in range(130)])
+    yield select("rows-130", many, rows, 17)
     for k in (1, 33):
         one = TopKSpec(topk=k, ordered=True)
         yield select(f"k{k}", one, selects(one, lambda g: normal(g, 3, 65), (65, 2, 33)), 7)
@@ -156,10 +167,10 @@ def selections() -> Iterator[Case]:
         shard = TopKSpec(topk=16, dcp=DCP(world=4, rank=rank))
         make = selects(shard, lambda g: normal(g, 5, 3), (9, 10, 2, 1, 12))
         yield select(f"bounds-of-4-ranks/rank{rank}", shard, make, 11)
-    long = selects(wide, lambda g: normal(g, 1, 1 << 20), [1 << 20])
-    yield select("row-of-a-million", wide, long, 6, STANDARD)
-    tied = selects(wide, lambda g: normal(g, 1, 1 << 20).round(decimals=1), [(1 << 20) - 1])
-    yield select("ties-of-a-million", wide, tied, 5, STANDARD)
+    long = selects(WIDE, lambda g: normal(g, 1, 1 << 20), [1 << 20])
+    yield select("row-of-a-million", WIDE, long, 6, STANDARD)
+    tied = selects(WIDE, lambda g: normal(g, 1, 1 << 20).round(decimals=1), [(1 << 20) - 1])
+    yield select("ties-of-a-million", WIDE, tied, 5, STANDARD)
 
 
 def cut(rows: Rows, width: int) -> Rows:
@@ -348,6 +359,5 @@ WHY = {
     "indexer_topk/edges/lengths-around-2048": "The model's k with one key fewer, as many, one more, and none.",
 }
 
-add(selections(), WHY)
-add(merges(), WHY)
-add(fused(), WHY)
+for group in (clusters, windows, no_numbers, sizes, merges, fused):
+    add(group(), WHY)

@@ -129,39 +129,44 @@ def known_gate(spec: KDASpec) -> Make:
     return make
 
 
-def cases() -> Iterator[Case]:
-    """Classes 3, 4, 9, 10, 12, 13, 14, 19 on the operators over states."""
-    log = KDASpec(num_heads=2, head_dim=16, gate="log")
+def padding_cases() -> Iterator[Case]:
+    """Classes 3 and 14: rows and sequences between which there is padding."""
     for label, spec in (("d16", SMALL), ("d60", ODD)):
-        yield case(f"kda_decode/padding-between/{label}", spec, between_nan(decode_operands(spec, 7)), 14)
-        yield case(
-            f"kda_layer_decode/padding-between/{label}", spec, between_nan(layer_operands(spec, 7)), 14
-        )
-        leading = {
-            "kda_decode": decode_operands(spec, 5),
-            "kda_layer_decode": layer_operands(spec, 5),
-        }
-        for operator, make in leading.items():
-            yield case(f"{operator}/padding-first/{label}", spec, between_nan(make, every=3, first=0), 3)
-        live = (True, False, True, True)
+        for operator, operands in (("kda_decode", decode_operands), ("kda_layer_decode", layer_operands)):
+            make = between_nan(operands(spec, 7))
+            yield case(f"{operator}/padding-between/{label}", spec, make, 14)
+        for operator, operands in (("kda_decode", decode_operands), ("kda_layer_decode", layer_operands)):
+            make = between_nan(operands(spec, 5), every=3, first=0)
+            yield case(f"{operator}/padding-first/{label}", spec, make, 3)
         lengths = (1, 3, 0, 6)
-        sequenced = {
-            "kda_prefill": prefill_operands(spec, lengths, tail=3),
-            "kda_conv": conv_operands(spec, lengths, tail=3),
-            "kda_verify": verify_operands(spec, lengths, LIMITS),
-        }
-        for operator, make in sequenced.items():
-            yield case(f"{operator}/padding-between/{label}", spec, padded_sequences(make, live), 3)
+        for operator, make in (
+            ("kda_prefill", prefill_operands(spec, lengths, tail=3)),
+            ("kda_conv", conv_operands(spec, lengths, tail=3)),
+            ("kda_verify", verify_operands(spec, lengths, LIMITS)),
+        ):
+            make = padded_sequences(make, (True, False, True, True))
+            yield case(f"{operator}/padding-between/{label}", spec, make, 3)
+
+
+def slot_cases() -> Iterator[Case]:
+    """Classes 10 and 13: states in slots that hold NaN, and a state that is not symmetric."""
     tiny = KDASpec(num_heads=1, head_dim=4)
     yield case("kda_decode/ramp-state", tiny, ramp(tiny), 13)
-    for operator, make in {
-        "kda_prefill": prefill_operands(SMALL, (5, 3, 2, 1)),
-        "kda_conv": conv_operands(SMALL, (5, 3, 2, 1)),
-    }.items():
+    for operator, make in (
+        ("kda_prefill", prefill_operands(SMALL, (5, 3, 2, 1))),
+        ("kda_conv", conv_operands(SMALL, (5, 3, 2, 1))),
+    ):
         yield case(f"{operator}/broken-fresh-slots", SMALL, broken_slots(make), 10)
-    yield case("kda_decode/broken-slots", SMALL, broken_slots(decode_operands(SMALL, 3)), 10)
-    yield case("kda_verify/broken-slots", SMALL, broken_slots(verify_operands(SMALL, (2, 8, 1), LIMITS)), 10)
-    yield case("kda_layer_decode/broken-slots", SMALL, broken_slots(layer_operands(SMALL, 3)), 10)
+    for operator, make in (
+        ("kda_decode", decode_operands(SMALL, 3)),
+        ("kda_verify", verify_operands(SMALL, (2, 8, 1), LIMITS)),
+        ("kda_layer_decode", layer_operands(SMALL, 3)),
+    ):
+        yield case(f"{operator}/broken-slots", SMALL, broken_slots(make), 10)
+
+
+def length_cases() -> Iterator[Case]:
+    """Class 12: sequences of no row, of one, and of many in one call."""
     for label, cuts in {
         "empty-between": (0, 3, 0, 2),
         "ones-then-long": (1, 1, 64),
@@ -169,30 +174,28 @@ def cases() -> Iterator[Case]:
         "prefill-then-decodes": (5, 1, 1),
         "all-empty": (0, 0, 0),
     }.items():
-        fault = 12
-        yield case(f"kda_prefill/{label}", SMALL, prefill_operands(SMALL, cuts), fault)
-        yield case(f"kda_conv/{label}", SMALL, conv_operands(SMALL, cuts), fault)
+        yield case(f"kda_prefill/{label}", SMALL, prefill_operands(SMALL, cuts), 12)
+        yield case(f"kda_conv/{label}", SMALL, conv_operands(SMALL, cuts), 12)
     yield case("kda_prefill/end-before-the-rows", SMALL, prefill_operands(SMALL, (7,), tail=1), 12)
     yield case("kda_conv/end-before-the-rows", SMALL, conv_operands(SMALL, (7,), tail=1), 12)
+
+
+def gate_cases() -> Iterator[Case]:
+    """Classes 9, 17 and 19: the same decay in every step, chunks of the model's heads, gates that are known."""
+    log = KDASpec(num_heads=2, head_dim=16, gate="log")
     for value in (-5.0, 0.0, -1e-6):
         slow = of_gate(prefill_operands(log, (66, 1)), value)
         yield case(f"kda_prefill/gate-of{value:g}", log, slow, 9)
+    model = KDASpec(num_heads=1, gate="log")
+    slow = of_gate(prefill_operands(model, (65,)), -5.0)
+    yield case("kda_prefill/gate-of-5/d128", model, slow, 9, QUICK)
     wide = KDASpec(num_heads=1)
-    yield case(
-        "kda_prefill/gate-of-5/d128",
-        KDASpec(num_heads=1, gate="log"),
-        of_gate(prefill_operands(KDASpec(num_heads=1, gate="log"), (65,)), -5.0),
-        9,
-        QUICK,
-    )
     yield case("kda_prefill/chunks-of-d128", wide, prefill_operands(wide, (63, 64, 66, 1)), 9, QUICK)
     for label, bound in (("bounded", -5.0), ("unbounded", None)):
         gate = KDASpec(num_heads=3, head_dim=16, lower_bound=bound)
         yield case(f"kda_gate/known/{label}", gate, known_gate(gate), 19)
         odd = KDASpec(num_heads=5, head_dim=60, lower_bound=bound)
         yield case(f"kda_gate/rows-70/{label}", odd, gate_operands(odd, 70), 17)
-    yield from speculation()
-    yield from long_sequences()
 
 
 def speculation() -> Iterator[Case]:
@@ -276,4 +279,5 @@ REASONS = {
 OPERATORS = ("conv", "gate", "prefill", "decode", "verify", "commit", "layer_decode")
 WHY = {f"kda_{name}/edges/{label}": why for name in OPERATORS for label, why in REASONS.items()}
 
-add(cases(), WHY)
+for group in (padding_cases, slot_cases, length_cases, gate_cases, speculation, long_sequences):
+    add(group(), WHY)
