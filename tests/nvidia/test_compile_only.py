@@ -16,6 +16,12 @@ MATRIX = {
     "sm_103a": r"tcgen05\.mma|HMMA\.16816\.F32",
 }
 
+#: Products of numbers that nothing has decoded: in PTX, and what the assembler makes of it.
+BLACKWELL = {
+    "f8f6f4": (r"tcgen05\.mma\.cta_group::1\.kind::f8f6f4", "UTCQMMA"),
+    "mxf4": (r"tcgen05\.mma\.cta_group::1\.kind::mxf4\.block_scale", "UTCOMMA"),
+}
+
 
 @pytest.fixture(scope="module")
 def report() -> Report:
@@ -56,3 +62,10 @@ def test_scores_and_attention_are_multiplied_by_the_matrix_unit(report: Report, 
     plain = [name for name, code in found if not holds(code, MATRIX[target])]
     assert plain == ["sparse_mla/combine"]  # which adds parts
     assert len(found) >= 10
+
+
+@pytest.mark.parametrize("target", ["sm_100a", "sm_103a"])
+def test_blackwell_multiplies_fp8_and_mxfp4_as_they_stand(report: Report, target: str) -> None:
+    found = dict(codes(report, target, "indexer_logits"))
+    for name, opcodes in BLACKWELL.items():
+        assert all(holds(found[f"indexer_logits/{name}"], opcode) for opcode in opcodes), name

@@ -45,17 +45,21 @@ def read(stem: str, function: str, target: Target, shared: int | None) -> Compil
     """
     path = cubins.KEPT / cubins.file_name(stem, target.arch)
     code = dumped(path, "-sass", "-fun", function)
-    opcodes = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", code, re.MULTILINE)
     used = dumped(path, "--dump-resource-usage").partition(f" Function {function}:")[2].splitlines()[1]
     known = {name: int(value) for name, value in re.findall(r"(\w+):(\d+)", used)}
     return Compiled(
         target=target.named,
         size=path.stat().st_size,
-        instructions=tuple(sorted(set(opcodes))),
+        instructions=tuple(sorted(opcodes(code))),
         registers=known["REG"],
         spilled=known["STACK"] + known["LOCAL"],
         shared=shared,
     )
+
+
+def opcodes(code: str) -> set[str]:
+    """Return every opcode of a disassembly."""
+    return set(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", code, re.MULTILINE))
 
 
 def dumped(path: Path, *what: str) -> str:
