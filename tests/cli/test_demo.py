@@ -40,7 +40,8 @@ def test_a_backend_runs_on_its_device_or_else_interpreted(
     ways: tuple[str, ...], present: bool, expected: str
 ) -> None:
     implementation = SimpleNamespace(name="torch", execution=ways, capabilities=())
-    loaded = SimpleNamespace(implementations=[implementation] if ways else [])
+    backend = SimpleNamespace(facts=())
+    loaded = SimpleNamespace(backend=backend, implementations=[implementation] if ways else [])
     assert demo.way(loaded, Probe(present=present, why="no file")) == expected
 
 
