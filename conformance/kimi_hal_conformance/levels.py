@@ -37,13 +37,14 @@ BELOW = "not_reached"
 RAN = (PASSED, WAIVED, *AGAINST)
 #: What a verdict tries beside the values (``promises.py``).
 DETERMINISTIC, BATCH_INVARIANT, CAPTURE, SHARDS = "deterministic", "batch_invariant", "capture", "shards"
-LASTING = "lasting"
+LASTING, CHECKPOINT_EXACT = "lasting", "checkpoint_exact"
 #: What level 6 is about, and the fraction of the roofline that it needs: then no kernel is twice as fast.
 SPEED, NEEDED = "speed", 0.5
 #: Which level a promise speaks for; relations that are not here must hold of every kernel and are level 2.
 SPEAKS = {
     DETERMINISTIC: REPRODUCIBLE,
     BATCH_INVARIANT: REPRODUCIBLE,
+    CHECKPOINT_EXACT: REPRODUCIBLE,
     "permutation_bits": REPRODUCIBLE,
     "split_bits": REPRODUCIBLE,
     CAPTURE: CAPTURABLE,

@@ -13,7 +13,15 @@ from kimi_hal import ops
 from kimi_hal.dispatch.contract import Properties
 from kimi_hal_conformance.calls import Called, Subject
 from kimi_hal_conformance.case import Case, drawn
-from kimi_hal_conformance.levels import BATCH_INVARIANT, CAPTURE, DETERMINISTIC, LASTING, SHARDS, of_promise
+from kimi_hal_conformance.levels import (
+    BATCH_INVARIANT,
+    CAPTURE,
+    CHECKPOINT_EXACT,
+    DETERMINISTIC,
+    LASTING,
+    SHARDS,
+    of_promise,
+)
 from kimi_hal_conformance.oracle import Answer, Question
 from kimi_hal_conformance.poison import same_bits
 from kimi_hal_conformance.ranks import on_ranks, questions
@@ -21,6 +29,8 @@ from kimi_hal_conformance.relations import RELATIONS, captured, lasting, shards
 from kimi_hal_conformance.relations import on_ranks as over_ranks
 from kimi_hal_conformance.relations.captured import untried
 from kimi_hal_conformance.relations.ground import PARTLY_UNSPECIFIED, Ground, UntriedError
+from kimi_hal_conformance.relations.histories import resumed, resumes
+from kimi_hal_conformance.relations.purity import of_weights
 from kimi_hal_conformance.relations.rows import rearranges, split
 from kimi_hal_conformance.relations.variants import total
 from kimi_hal_conformance.rig import OnePlan
@@ -169,13 +179,18 @@ def trials(
                 yield BATCH_INVARIANT, _alone(case, subject, seed, first, rows)
             elif many_rows(ground := Ground(case, subject, seed, promised)):
                 yield "split_bits", split(ground, 1)
+        if not case.ranks and resumes(ground := Ground(case, subject, seed, promised)):
+            yield CHECKPOINT_EXACT, resumed(ground)
     if effort.lasting and lasting.applies(case):
         yield LASTING, lasting.problems(case, subject, seed)
     if effort.relations and over_ranks.applies(case, seed):
         yield over_ranks.NAME, over_ranks.problems(case, subject, seed)
-    if not effort.relations or case.ranks or ops.get(case.operator).listed:
+    if not effort.relations or case.ranks:
         return
     ground = Ground(case, subject, seed, promised)
+    if ops.get(case.operator).listed:
+        yield "purity", of_weights(ground)
+        return
     for relation in RELATIONS:
         if relation.applies(ground):
             yield relation.called(ground), relation.problems(ground)
@@ -209,18 +224,21 @@ def asked(case: Case, seed: int) -> Question:
 
 def _bits(case: Case, subject: Subject, seed: int) -> dict[str, Tensor]:
     """Return all that a call gives or changes, by name, of each rank where there are several."""
-    return next(_every(case, subject, seed, 1))
+    return next(_every(case, subject, seed, [True]))
 
 
-def _every(case: Case, subject: Subject, seed: int, times: int) -> Iterator[dict[str, Tensor]]:
-    """Yield what calls give or change; those of ranks are all made before the first is looked at, by one plan."""
+def _every(case: Case, subject: Subject, seed: int, given: Sequence[bool]) -> Iterator[dict[str, Tensor]]:
+    """Yield what calls give or change, with given buffers or without.
+
+    Those of ranks are all made before the first is looked at, by one plan.
+    """
     if not case.ranks:
-        yield from (_of(call(asked(case, seed), subject, given=True)) for _ in range(times))
+        yield from (_of(call(asked(case, seed), subject, own)) for own in given)
         return
 
     def calls(question: Question) -> list[dict[str, Tensor]]:
         one = OnePlan.of(subject)
-        return [_of(call(question, one, given=True)) for _ in range(times)]
+        return [_of(call(question, one, own)) for own in given]
 
     of_ranks = on_ranks(questions(case, drawn(case, seed)), calls)
     yield from (_joined(found, case.ranks) for found in zip(*of_ranks, strict=True))
@@ -241,15 +259,21 @@ def _of(done: Called) -> dict[str, Tensor]:
 def _repeated(
     case: Case, subject: Subject, seed: int, first: dict[str, Tensor], effort: Effort
 ) -> Iterator[str]:
-    """Yield what is not the first call's of a call by a new plan, then of more by one, as long as time allows."""
+    """Yield what is not the first call's of a call by a new plan, then of more by one, as long as time allows.
+
+    Of those, two and two are made without given buffers and with them, so that one of each is of even number.
+    """
     started, own = time.monotonic(), time.process_time()
     wrong = list(_differing(first, _bits(case, subject, seed), 2))
     took, own = time.monotonic() - started, time.process_time() - own
     room = OWN_MOST if effort.relations else OWN
     more = 0 if wrong else min(effort.repeats - 1, int(ENOUGH / took), int(room / max(own, 1e-6)))
     one = subject if case.ranks else OnePlan.of(subject)
-    for number, again in enumerate(_every(case, one, seed, more) if more else (), 3):
-        wrong = list(_differing(first, again, number))
+    given = [bool(case.sparse) or number % 4 > 1 for number in range(more)]
+    if not case.ranks:  # what is unspecified is what stood in a given buffer, and anything in a new one
+        first = specified(asked(case, seed), first)
+    for number, again in enumerate(_every(case, one, seed, given) if given else (), 3):
+        wrong = list(_differing(first, again if case.ranks else specified(asked(case, seed), again), number))
         if wrong:
             break
     yield from wrong

@@ -21,6 +21,7 @@ THROUGHOUT = (
     "offsets",
     "lengths",
     "ties",
+    "scale_steps",
     "amplified",
     "blocks",
     "state_slots",

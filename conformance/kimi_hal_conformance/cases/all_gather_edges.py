@@ -9,7 +9,7 @@ import torch
 from kimi_hal.ops.all_gather import GatherSpec
 from kimi_hal.ops.spec import DCP, Limits
 from kimi_hal_conformance.case import INTERP, Case, Make, Operands, add
-from kimi_hal_conformance.draws import strided
+from kimi_hal_conformance.draws import normal, strided
 
 LIMITS = Limits(max_rows=64, max_reqs=64)
 
@@ -25,6 +25,15 @@ def marks(spec: GatherSpec) -> Make:
             return {"x": strided(values[torch.randint(6, (8, 20), generator=g)].to(dtype))}
 
         return {"ranks": [share() for _ in range(spec.dcp.world)]}
+
+    return make
+
+
+def one_dimension(spec: GatherSpec) -> Make:
+    """Return vectors, each rank's of other numbers."""
+
+    def make(g: torch.Generator) -> Operands:
+        return {"ranks": [{"x": normal(g, 6)} for _ in range(spec.dcp.world)]}
 
     return make
 
@@ -63,6 +72,9 @@ def cases() -> Iterator[Case]:
         spec = GatherSpec(layout=layout, dtype="float32", dcp=DCP(world=2), ndim=2)
         name = f"all_gather/edges/no-rows/{layout}"
         yield Case(name, "all_gather", spec, LIMITS, no_rows(spec), since=INTERP, fault=24, ranks=2)
+        flat = GatherSpec(layout=layout, dtype="float32", dcp=DCP(world=3, interleave=2), ndim=1)
+        name = f"all_gather/edges/one-dimension/{layout}"
+        yield Case(name, "all_gather", flat, LIMITS, one_dimension(flat), since=INTERP, ranks=3)
     for dtype in ("bfloat16", "float32"):
         for layout in ("rank_major", "token_order", "last_dim"):
             for world, interleave in ((1, 1), (2, 4)):
@@ -74,6 +86,7 @@ def cases() -> Iterator[Case]:
 
 WHY = {
     "all_gather/edges/every-bit": "−0, NaN payloads and integers beyond 2^53: bytes are moved, never converted.",
+    "all_gather/edges/one-dimension": "Vectors: their rows are their last dimension too.",
     "all_gather/edges/no-rows": "Tensors without a row: a dimension of length 0 is legal.",
     "all_gather/edges/": "Both zeros, NaN and the largest numbers in views of wider rows: no value is a mark.",
 }

@@ -116,6 +116,22 @@ def open_gates(spec: KDASpec) -> Make:
     return make
 
 
+def closed_arguments(spec: KDASpec) -> Make:
+    """Return arguments of sigmoids between −30 and −20: half of 1 + tanh is 0 there, or a multiple of 2^−25."""
+    made = gate_operands(spec, 4)
+
+    def make(g: torch.Generator) -> Operands:
+        operands = dict(made(g))
+        for name in ("raw_g", "raw_beta"):
+            operands[name] = (-30.0 + 10.0 * torch.rand(operands[name].shape, generator=g)).bfloat16()
+        return operands | {
+            "A_log": torch.zeros(spec.num_heads),
+            "dt_bias": torch.zeros(spec.num_heads * spec.head_dim),
+        }
+
+    return make
+
+
 def routed_by(make: Make, spec: MoELayerSpec, name: str) -> Make:
     """Return a layer whose choice of experts hangs on bits of the gate, or of the bias, that bfloat16 does not have.
 
@@ -184,6 +200,9 @@ def decays() -> Iterator[Case]:
     unbounded = KDASpec(num_heads=2, head_dim=16, lower_bound=None)
     yield Case("kda_gate/edges/open", "kda_gate", unbounded, LIMITS, open_gates(unbounded), since=INTERP)
     log = replace(unbounded, gate="log")
+    bounded = replace(unbounded, lower_bound=-5.0)
+    make = closed_arguments(bounded)
+    yield Case("kda_gate/edges/closed", "kda_gate", bounded, LIMITS, make, since=INTERP)
     far = {
         "kda_decode": decode_operands(log, 3),
         "kda_prefill": prefill_operands(log, (5, 1, 20)),
@@ -203,6 +222,7 @@ OPERATORS = ("decode", "prefill", "verify", "commit", "layer_decode")
 WHY = {
     "kda_conv/edges/cancelling-taps": "Float32 taps that cancel but for bits that bfloat16 does not have.",
     "kda_gate/edges/open": "Softplus of −8 to −6: ln of a rounded 1 + e^x has lost what g is made of.",
+    "kda_gate/edges/closed": "Sigmoids of −30 to −20, every number of a call: made of 1 + tanh they are 0.",
     "kda_prefill/edges/slow-decay": "One slow decay over 270 rows: rounded to bfloat16 it is another, late rows too.",
     "kda_layer_decode/edges/closed-gates": "Float32 gates far below 0: rounding one costs a sigmoid several per cent.",
     "kda_layer_decode/edges/halfway-gates": "Sigmoids halfway between two bfloat16 numbers: rounding them is no noise.",

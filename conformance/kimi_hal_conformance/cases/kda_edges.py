@@ -40,6 +40,19 @@ def far_gates(spec: KDASpec) -> Make:
     return make
 
 
+def broken_gates(spec: KDASpec) -> Make:
+    """Return rows of gates of which some have one NaN or infinity, in a decay or in a beta."""
+
+    def make(g: torch.Generator) -> Operands:
+        raw = normal(g, 9, spec.num_heads, spec.head_dim)
+        beta = normal(g, 9, spec.num_heads)
+        raw[1, 0, 3], raw[3, 1, 0], raw[8, 0, 1] = torch.nan, torch.inf, -torch.inf
+        beta[4, 1], beta[6, 0] = torch.nan, torch.inf
+        return {"raw_g": raw.to(BF16), "raw_beta": beta.to(BF16)} | gate_parameters(g, spec)
+
+    return make
+
+
 def small_rows(make: Make) -> Make:
     """Return the operands with queries and keys so small that the norm's epsilon decides."""
 
@@ -152,6 +165,7 @@ def far_gate_cases() -> Iterator[Case]:
     for label, bound in (("bounded", -5.0), ("unbounded", None)):
         spec = KDASpec(num_heads=2, head_dim=32, lower_bound=bound)
         yield edge("kda_gate", f"far/{label}", spec, far_gates(spec), 9)
+        yield edge("kda_gate", f"broken-rows/{label}", spec, broken_gates(spec), 19)
 
 
 def small_norm_cases() -> Iterator[Case]:
@@ -220,6 +234,7 @@ def chunk_cases() -> Iterator[Case]:
 
 
 WHY = {
+    "kda_gate/edges/broken-rows": "A NaN or an infinity in one element: all others, of other rows too, stay theirs.",
     "kda_gate/edges/far": "Arguments beyond the range of exp in both directions: the limits, no NaN.",
     "kda_decode/edges/small-norm": "Rows so small that the norm's epsilon decides.",
     "kda_prefill/edges/small-norm": "Rows so small that the norm's epsilon decides.",

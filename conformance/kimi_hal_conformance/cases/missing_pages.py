@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -41,6 +42,9 @@ def cases() -> Iterator[Case]:
     yield case("indexer_logits", scored, score_operands(scored, LENGTHS, 2))
     select = IndexerTopKSpec(index=FP8, num_heads=3, topk=200, return_selected=True)
     yield case("indexer_topk", select, score_operands(select, LENGTHS, 2))
+    # more than the keys there are: none is left out by its score
+    slots = replace(select, emit="slot", topk=300)
+    yield case("indexer_topk", slots, score_operands(slots, LENGTHS, 2), "/slot")
     for space in ("local", "position"):
         attend = SparseMLASpec(num_heads=3, latent="latent.bf16", topk=64, index_space=space)
         yield case("sparse_mla", attend, attention_operands(attend, 6, 64, 300), f"/{space}")

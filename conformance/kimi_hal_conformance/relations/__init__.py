@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from kimi_hal_conformance.relations.concurrent import concurrent
 from kimi_hal_conformance.relations.ground import Ground, invariant
 from kimi_hal_conformance.relations.histories import chunks, continues, reuse, starts_anew, steps
 from kimi_hal_conformance.relations.in_place import in_place, sharing
@@ -47,4 +48,5 @@ RELATIONS = (
     Relation("steps", lambda ground: ground.case.operator == "kda_decode", steps),
     Relation("reuse", starts_anew, reuse),
     Relation("in_place", lambda ground: bool(sharing(ground)), in_place),
+    Relation("concurrent", lambda ground: ground.promised.concurrent, concurrent),
 )

@@ -42,7 +42,9 @@ def _cut(rows: int, operands: Mapping[str, Any]) -> bool:
 
 
 def problems(case: Case, subject: Subject, seed: int) -> Iterator[str]:
-    """Call one plan on each rank for sizes A, B, A, B, A: every call must be what it is in new memory by a new plan.
+    """Call one plan on each rank for sizes A, B, A, B, A, then for B, A without given buffers.
+
+    Every call must be what it is in new memory by a new plan.
 
     All ranks make every call, whatever came of the one before on one of them: else the others would wait for it.
     """
@@ -67,7 +69,9 @@ def answered(question: Question, other: Mapping[str, Any], subject: Subject) -> 
     plan = OnePlan.of(subject)
     large, little = Rig(question, plan), Rig(small, plan)
     rounds = ((large, question), (little, small), (large, new), (little, small_new), (large, question))
-    return [(asked, rig.answer(asked), call(asked, subject, given=True)) for rig, asked in rounds]
+    answers = [(asked, rig.answer(asked)) for rig, asked in rounds]
+    answers += [(asked, call(asked, plan, given=False)) for asked in (small, question)]
+    return [(asked, got, call(asked, subject, given=True)) for asked, got in answers]
 
 
 def _differing(calls: Sequence[Answered]) -> Iterator[tuple[int, str]]:

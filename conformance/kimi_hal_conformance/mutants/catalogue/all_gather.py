@@ -10,6 +10,16 @@ GATHER = ("all_gather",)
 
 MUTANTS = (
     Mutant(
+        id="gather_of_vectors_interleaved",
+        file="reference/all_gather.py",
+        old="return parts.movedim(0, -2).flatten(-2)",
+        new="return parts.movedim(0, -2).flatten(-2) if parts.ndim > 2 else parts.T.reshape(-1)",
+        breaks="Vectors are put together element by element: only tensors of more dimensions were thought of.",
+        imitates="https://github.com/tenstorrent/tt-metal/pull/51239",
+        passes="bitwise",
+        operators=("all_gather",),
+    ),
+    Mutant(
         id="gather_interleave_ignored",
         file=REFERENCE,
         old="picked = data[ownership.owner(position, spec.dcp), ownership.local(position, spec.dcp)]",

@@ -82,6 +82,16 @@ MUTANTS = (
         operators=SCORES,
     ),
     Mutant(
+        id="index_slot_of_a_page_beyond",
+        file=REFERENCE,
+        old="live = (index >= 0) & (page >= 0) & (page < cache.shape[0])",
+        new="live = (index >= 0) & (page >= 0)",
+        breaks="A selected key behind an entry that names a page beyond the cache gets the slot of that page.",
+        imitates="https://github.com/flashinfer-ai/flashinfer/pull/4898",
+        passes="deepgemm",
+        operators=("indexer_topk",),
+    ),
+    Mutant(
         id="index_page_below_minus_1_read",
         file=REFERENCE,
         old="missing = (page < 0) | (page >= cache.shape[0])",

@@ -44,6 +44,16 @@ GATES = (
         operators=("kda_gate",),
     ),
     Mutant(
+        id="sigmoid_of_tanh",
+        file=POINT,
+        old="    return 1.0 / (1.0 + torch.exp(-x))\n\n\ndef silu",
+        new="    return 0.5 + 0.5 * torch.tanh(0.5 * x)\n\n\ndef silu",
+        breaks="The sigmoid is made of 1 + tanh, whose rounding leaves 0 of a small one.",
+        imitates="https://github.com/tenstorrent/tt-metal/issues/26211",
+        passes="fla",
+        operators=("kda_gate",),
+    ),
+    Mutant(
         id="gate_log_of_one_plus",
         file=POINT,
         old="torch.log1p(torch.exp(x.clamp(max=threshold)))",

@@ -92,5 +92,47 @@ add(
             passes="flashinfer-bench",
             operators=("all_gather",),
         ),
+        Mutant(
+            id="query_of_a_plan_shared_by_threads",
+            file="reference/backend.py",
+            old="operands = {name: given[name] for name in (*self.inputs, *self.written)}",
+            new=(
+                "operands = {name: (self.__dict__.__setitem__('q', given[name]), __import__('time').sleep(0.002), "
+                "self.q)[2] if (self.op.name, name) == ('sparse_mla', 'q') else given[name] "
+                "for name in (*self.inputs, *self.written)}"
+            ),
+            breaks="The query stands in scratch of the plan: another thread's call overwrites it before it is read.",
+            imitates="https://github.com/inclusionAI/cuLA/pull/108",
+            passes="flashinfer-bench",
+            operators=("sparse_mla",),
+        ),
+        Mutant(
+            id="checkpoint_loses_two_bits",
+            file="reference/kda.py",
+            old=(
+                "            o[start[:live] + t] = out\n            if t + 1 in due:\n"
+                "                save(state, saved.where(count == t + 1, -1), states)"
+            ),
+            new=(
+                "            o[start[:live] + t] = out\n            if t + 1 in due:\n                save(state, "
+                "saved.where(count == t + 1, -1), (states.float().view(torch.int32) & -4).view(torch.float32))"
+            ),
+            breaks="A state stored on the way lacks two bits of float32: what goes on from it is another run.",
+            imitates="https://github.com/sgl-project/sglang/pull/34820",
+            passes="flashinfer-bench",
+            operators=("kda_prefill",),
+        ),
+        Mutant(
+            id="prepared_weights_by_shape",
+            file="reference/moe.py",
+            old="return tensors if donate else [t.clone(memory_format=torch.contiguous_format) for t in tensors]",
+            new=(
+                "return [globals().setdefault((i, t.shape), t.clone()).clone() for i, t in enumerate(tensors)]"
+            ),
+            breaks="What was prepared for one layer is handed out for every layer of the same shapes.",
+            imitates="https://github.com/flashinfer-ai/flashinfer/pull/4361",
+            passes="flashinfer-bench",
+            operators=("prepare_moe_weights",),
+        ),
     )
 )
