@@ -11,7 +11,7 @@ import torch
 
 from kimi_hal_conformance.calls import Called
 from kimi_hal_conformance.oracle import Question
-from kimi_hal_conformance.relations.ground import Ground, unequal
+from kimi_hal_conformance.relations.ground import Ground, UntriedError, unequal
 from kimi_hal_conformance.rig import OnePlan, Rig
 
 #: Calls of each thread: what two threads share is seldom in the way of one pair of calls.
@@ -21,10 +21,16 @@ PATIENCE = 60.0
 
 
 def concurrent(ground: Ground) -> Iterator[str]:
-    """Make calls of other data at the same time: every result must be that of the call alone."""
+    """Make calls of other data at the same time: every result must be that of the call alone.
+
+    Raises:
+        UntriedError: the calls are interpreted; what two of those share is the interpreter's.
+    """
     plan = OnePlan.of(ground.subject)
     asked = (ground.question, ground.again)
     rigs = [Rig(question, plan) for question in asked]
+    if rigs[0].ready.plan.settings.execution == "interpreted":
+        raise UntriedError("an interpreter makes one call after another")
     start = Barrier(len(rigs), timeout=PATIENCE)
     torch.set_num_threads(
         torch.get_num_threads()
