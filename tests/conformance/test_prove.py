@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import torch
 
+from kimi_hal.dispatch import policy
 from kimi_hal_conformance import case as cases
 from kimi_hal_conformance import prove
 from kimi_hal_conformance.cases import load
@@ -34,6 +35,13 @@ HARMLESS = Mutant(
     passes="same",
     areas=("ownership",),
 )
+
+
+@pytest.fixture(autouse=True)
+def thawed() -> Iterator[None]:
+    """Undo what a worker does to its own process: it freezes the settings."""
+    yield
+    policy.thaw()
 
 
 @pytest.fixture
