@@ -67,7 +67,7 @@ def main() -> None:
         batch = msgspec.json.decode(line, type=Batch)
         pid = os.fork()
         if not pid:
-            torch.set_num_threads(threads)
+            torch.set_num_threads(threads)  # makes torch's pool anew, which two threads at once must not
             _serve(batch, answers, judge)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # its number is still its own
         with contextlib.suppress(ProcessLookupError):

@@ -81,11 +81,11 @@ class Properties:
         batch_invariant: a row's bits depend on nothing but that row (rule 10).
         capture: how far it can stand in a graph: ``"none"``, ``"piecewise"``, ``"full"``.
         static_rows: needs ``Limits.row_buckets`` and refuses other row counts.
-        concurrent: one plan may run on two streams at once.
+        concurrent: one plan may run in two threads at once, on a device each on a stream of its own.
         tie_rule: ``"contract"``, or ``"any"``: then a selection operator is reachable by name only.
         writer_tie: how a cache writer breaks rounding ties: ``"even"``, ``"away"``, ``"down"``.
         numerics_id: plans with equal ids give the same bits for a row.
-        checkpoint_exact: continuing from a checkpoint gives the bits of the run that wrote it.
+        checkpoint_exact: continuing from a checkpoint gives the bits of the run that wrote it, in any batch.
     """
 
     deterministic: bool = False

@@ -50,6 +50,7 @@ def main() -> None:
         tests = sorted(job.tests, key=lambda test: (size(test, job.seed), test))
         pid = os.fork()
         if not pid:
+            torch.set_num_threads(1)  # makes torch's pool anew, which two threads at once must not
             _serve(msgspec.structs.replace(job, tests=tuple(tests)), answers)
         _, status = os.waitpid(pid, 0)
         if code := os.waitstatus_to_exitcode(status):

@@ -16,8 +16,6 @@ from kimi_hal_conformance.rig import OnePlan, Rig
 
 #: Calls of each thread: what two threads share is seldom in the way of one pair of calls.
 ROUNDS = 6
-#: Seconds after which a thread no longer waits for the other to begin.
-PATIENCE = 60.0
 
 
 def concurrent(ground: Ground) -> Iterator[str]:
@@ -31,10 +29,8 @@ def concurrent(ground: Ground) -> Iterator[str]:
     rigs = [Rig(question, plan) for question in asked]
     if rigs[0].ready.plan.settings.execution == "interpreted":
         raise UntriedError("an interpreter makes one call after another")
-    start = Barrier(len(rigs), timeout=PATIENCE)
-    torch.set_num_threads(
-        torch.get_num_threads()
-    )  # a forked process makes torch's pool anew: not in two threads
+    start = Barrier(len(rigs))
+    ground.subject.hooks.synchronize()  # what was placed stands there before another stream writes over it
     with ThreadPoolExecutor(len(rigs)) as threads:
         begun = [threads.submit(_calls, *own, start) for own in zip(rigs, asked, strict=True)]
     failed = [error for error in (own.exception() for own in begun) if error is not None]
