@@ -28,8 +28,8 @@ from kimi_hal_conformance.ranks import on_ranks, questions
 from kimi_hal_conformance.relations import RELATIONS, captured, lasting, shards
 from kimi_hal_conformance.relations import on_ranks as over_ranks
 from kimi_hal_conformance.relations.captured import untried
+from kimi_hal_conformance.relations.checkpoints import resumed, resumes
 from kimi_hal_conformance.relations.ground import PARTLY_UNSPECIFIED, Ground, UntriedError
-from kimi_hal_conformance.relations.histories import resumed, resumes
 from kimi_hal_conformance.relations.purity import of_weights
 from kimi_hal_conformance.relations.rows import rearranges, split
 from kimi_hal_conformance.relations.variants import total
@@ -171,15 +171,16 @@ def trials(
 ) -> Iterator[tuple[str, Iterable[str]]]:
     """Yield the name of each promise, and what will yield the problems when it is asked."""
     promised = last[0].promised
+    ground = Ground(case, subject, seed, promised)  # of cases without ranks
     if promised.deterministic and effort.repeats:  # without, no row has bits of its own either
         first = _joined([_of(done) for done in last], case.ranks)
         yield DETERMINISTIC, _repeated(case, subject, seed, first, effort)
         if promised.batch_invariant and not case.ranks:
             if rows := _rows(case, seed):
                 yield BATCH_INVARIANT, _alone(case, subject, seed, first, rows)
-            elif many_rows(ground := Ground(case, subject, seed, promised)):
+            elif many_rows(ground):
                 yield "split_bits", split(ground, 1)
-        if not case.ranks and resumes(ground := Ground(case, subject, seed, promised)):
+        if not case.ranks and resumes(ground):
             yield CHECKPOINT_EXACT, resumed(ground)
     if effort.lasting and lasting.applies(case):
         yield LASTING, lasting.problems(case, subject, seed)
@@ -187,7 +188,6 @@ def trials(
         yield over_ranks.NAME, over_ranks.problems(case, subject, seed)
     if not effort.relations or case.ranks:
         return
-    ground = Ground(case, subject, seed, promised)
     if ops.get(case.operator).listed:
         yield "purity", of_weights(ground)
         return

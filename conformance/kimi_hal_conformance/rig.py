@@ -108,11 +108,11 @@ class Rig:
     def answer(self, question: Question) -> Called:
         """Return what comes out for other data, and what was wrong beside the values."""
         self.fill(question)
-        return self.finish()
-
-    def finish(self) -> Called:
-        """Make the call on what is there."""
         self.run()
+        return self.collected()
+
+    def collected(self) -> Called:
+        """Return what the call has left, on the CPU."""
         self.subject.hooks.synchronize()
         if self.wrong:
             return Called(None, self.wrong)

@@ -258,10 +258,10 @@ def sparse_mla(
 
     Edge rules: a negative index may stand anywhere in a row and is never dereferenced; one beyond the cache
     or the block table contributes nothing; with ``"position"`` so does one that this rank does not own.
-    Duplicates count as often as given. A row with no key gives 0 and −inf, whatever its q holds. A NaN in a
-    selected key makes that row's out and lse NaN; no other byte reaches a result. Infinities follow IEEE
-    arithmetic: one logit of +inf gives lse +inf and a NaN out, a logit of −inf weighs 0. No finite logit is
-    ever taken for a sentinel. T = 0 and k = 0 are legal.
+    Duplicates count as often as given. A row with no key gives 0 and −inf, whatever its q and ``k_scale``
+    hold, and so does one whose logits are all −inf. A NaN in a selected key makes that row's out and lse NaN;
+    no other byte reaches a result. Infinities follow IEEE arithmetic: one logit of +inf gives lse +inf and a
+    NaN out, a logit of −inf weighs 0. No finite logit is ever taken for a sentinel. T = 0 and k = 0 are legal.
 
     Source: FlashMLA ``tests/ref.py``; rules 3 and 4 of ``docs/contract.md``.
     """

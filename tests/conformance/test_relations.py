@@ -40,6 +40,10 @@ IMPLEMENTATIONS = (
     promising("merge_attn_states", "second_row", batch_invariant=True),
     promising("merge_attn_states", "few_rows"),
     promising("merge_attn_states", "adds_up"),
+    promising("merge_attn_states", "first_size"),
+    promising("merge_attn_states", "two_at_once", concurrent=True),
+    promising("merge_attn_states", "shares", concurrent=True),
+    promising("merge_attn_states", "one_at_a_time", concurrent=True),
     promising("kda_decode", "right"),
     promising("kda_decode", "last_slot"),
     promising("kda_decode", "biased"),
@@ -54,13 +58,14 @@ IMPLEMENTATIONS = (
 """
 #: Each is the reference but for what its name says.
 KERNELS = """
+import time
 from dataclasses import replace
 
 from kimi_hal.dispatch import signatures
 from kimi_hal.ops import get
 from kimi_hal.reference.backend import build as right
 
-modest = right
+modest = two_at_once = right
 
 
 def around(ctx, change, before=lambda given: None):
@@ -109,6 +114,48 @@ def adds_up(ctx):
             given["out"].zero_()
 
     return around(ctx, lambda given, results: results, before)
+
+
+def first_size(ctx):
+    # What it returns without a buffer is made for the rows of the first call.
+    rows = []
+
+    def change(given, results):
+        rows.append(given["outs"].shape[1])
+        if given["out"] is None and rows[-1] < rows[0]:
+            results[0][-1] = 0.0
+        return results
+
+    return around(ctx, change)
+
+
+def shares(ctx):
+    # The inputs stand in scratch of the plan.
+    scratch = {}
+
+    def before(given):
+        scratch["outs"] = given["outs"]
+        time.sleep(0.002)
+        if scratch["outs"].shape == given["outs"].shape:
+            given["outs"] = scratch["outs"]
+
+    return around(ctx, lambda given, results: results, before)
+
+
+def one_at_a_time(ctx):
+    running = []
+
+    def before(given):
+        running.append(1)
+        time.sleep(0.002)
+        if len(running) > 1:
+            raise RuntimeError("two calls at once")
+
+    def change(given, results):
+        running.pop()
+        return results
+
+    return around(ctx, change, before)
 
 
 def last_slot(ctx):
@@ -234,6 +281,11 @@ def test_a_right_one_passes_all_that_its_operator_has(
     assert (found.status, found.problems, found.promises) == (PASSED, (), tried)
 
 
+def test_a_plan_that_may_run_twice_at_once_is_made_to(verdicts: dict[tuple[str, str], Verdict]) -> None:
+    found = verdicts["merge_attn_states", "two_at_once"]
+    assert (found.status, found.promises[-1]) == (PASSED, "concurrent")
+
+
 def test_who_declares_no_bits_is_held_to_the_oracle(verdicts: dict[tuple[str, str], Verdict]) -> None:
     found = verdicts["merge_attn_states", "modest"]
     assert (found.status, found.promises) == (
@@ -261,6 +313,21 @@ def test_who_declares_no_bits_is_held_to_the_oracle(verdicts: dict[tuple[str, st
         ),
         ("merge_attn_states", "few_rows", "split", 2, "the rows in two calls: out: "),
         ("merge_attn_states", "adds_up", "in_place", 2, "out in outs[0]: out: "),
+        (
+            "merge_attn_states",
+            "first_size",
+            "purity",
+            2,
+            "one plan, another size, without given buffers: out has other bits than in new memory",
+        ),
+        ("merge_attn_states", "shares", "concurrent", 2, "call "),
+        (
+            "merge_attn_states",
+            "one_at_a_time",
+            "concurrent",
+            2,
+            "one plan in two threads: RuntimeError: two calls at once",
+        ),
         ("kda_decode", "last_slot", "padding", 2, "every row is padding: state: error"),
         ("kda_decode", "biased", "steps", 2, "token by token: state: "),
         ("kda_prefill", "all_new", "chunks", 2, "in two chunks: out: "),

@@ -11,11 +11,10 @@ from kimi_hal import formats
 from kimi_hal.formats import scales
 from kimi_hal.ops.indexer import IndexQuerySpec, StoreIndexSpec
 from kimi_hal.ops.sparse_mla import StoreLatentSpec
-from kimi_hal.ops.spec import Limits
-from kimi_hal_conformance.case import INTERP, Case, Make, Operands, add
+from kimi_hal_conformance.case import Case, Make, Operands, add
+from kimi_hal_conformance.cases.ties import case, queries, stored_keys
 from kimi_hal_conformance.draws import normal, stale_pages
 
-LIMITS = Limits(max_rows=64, max_reqs=16, max_context=1024)
 #: Steps of float32 beside ``largest · 2^e``, in both directions.
 STEPS = (0, 1, 2, 5, -1, -3)
 EXPONENTS = (0, 4, -7)
@@ -46,29 +45,6 @@ def index_rows(name: str) -> Tensor:
     return rows(scales.FP8_TARGET[fmt.element], 128, 128)
 
 
-def stored_keys(name: str) -> Make:
-    """Return keys for slots apart."""
-
-    def make(g: torch.Generator) -> Operands:
-        keys = index_rows(name)
-        cache = stale_pages(1, formats.index(name).page_bytes, stride_pad=32)
-        return {"k": keys, "slots": torch.arange(keys.shape[0]) * 3, "cache": cache}
-
-    return make
-
-
-def queries(spec: IndexQuerySpec) -> Make:
-    """Return queries, a row of blocks for each head."""
-
-    def make(g: torch.Generator) -> Operands:
-        found = index_rows(spec.index)
-        found = found[: found.shape[0] // spec.num_heads * spec.num_heads]
-        q = found.view(-1, spec.num_heads, 128)
-        return {"q": q, "weights": normal(g, q.shape[0], spec.num_heads)}
-
-    return make
-
-
 def stored_records(name: str) -> Make:
     """Return latents for slots apart."""
 
@@ -84,18 +60,18 @@ def stored_records(name: str) -> Make:
 def cases() -> Iterator[Case]:
     """Every index format, and the latents whose scales are made of their rows by powers of two."""
     for name in formats.names("index"):
-        query, store = IndexQuerySpec(index=name, num_heads=2), StoreIndexSpec(index=name)
-        yield case(f"quantize_index_query/edges/scale-steps/{name}", query, queries(query))
-        yield case(f"store_index_keys/edges/scale-steps/{name}", store, stored_keys(name))
+        query, store, keys = (
+            IndexQuerySpec(index=name, num_heads=2),
+            StoreIndexSpec(index=name),
+            index_rows(name),
+        )
+        asked = queries(query, keys[: keys.shape[0] // 2 * 2])
+        yield case(f"quantize_index_query/edges/scale-steps/{name}", query, asked)
+        yield case(f"store_index_keys/edges/scale-steps/{name}", store, stored_keys(name, keys, 3))
     record = "latent.flashmla.656"
     yield case(
         f"store_latent/edges/scale-steps/{record}", StoreLatentSpec(latent=record), stored_records(record)
     )
-
-
-def case(name: str, spec: IndexQuerySpec | StoreIndexSpec | StoreLatentSpec, make: Make) -> Case:
-    """Return a case of the operator in its name."""
-    return Case(name, name.partition("/")[0], spec, LIMITS, make, since=INTERP, fault=20)
 
 
 WHY = dict.fromkeys(

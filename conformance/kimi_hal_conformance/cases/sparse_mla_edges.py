@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from kimi_hal import formats
 from kimi_hal.ops.sparse_mla import MergeSpec, SparseMLASpec, StoreLatentSpec
@@ -135,14 +136,20 @@ def counted(spec: SparseMLASpec) -> Make:
     return make
 
 
+def four_keys(g: torch.Generator, spec: SparseMLASpec, shared: Tensor) -> Tensor:
+    """Return a cache of one page that holds four keys, of which these ``[4, 64]`` are the shared parts."""
+    cache = stale_pages(1, 64 * formats.latent(spec.latent).row_bytes, stride_pad=64)
+    formats.latent(spec.latent).write(cache, 64, torch.arange(4), normal(g, 4, 512), shared, None)
+    return cache
+
+
 def one_sided(spec: SparseMLASpec, size: float, key: float) -> Make:
     """Return logits ``size · key`` of either sign, one key a row or one key twice, beside an ordinary row."""
 
     def make(g: torch.Generator) -> Operands:
-        cache = stale_pages(1, 64 * formats.latent(spec.latent).row_bytes, stride_pad=64)
         shared = torch.zeros(4, 64)
         shared[:, 0] = torch.tensor([1.0, -1.0, 0.5, -0.5]) * key
-        formats.latent(spec.latent).write(cache, 64, torch.arange(4), normal(g, 4, 512), shared, None)
+        cache = four_keys(g, spec, shared)
         q = torch.zeros(5, spec.num_heads, 576)
         q[:, :, 512] = size
         q[4] = normal(g, spec.num_heads, 576)
@@ -157,10 +164,9 @@ def infinite(spec: SparseMLASpec) -> Make:
     """Return a row with a logit of +inf among others, one with it alone, and one without."""
 
     def make(g: torch.Generator) -> Operands:
-        cache = stale_pages(1, 64 * formats.latent(spec.latent).row_bytes, stride_pad=64)
         shared = normal(g, 4, 64)
         shared[1, 0] = math.inf
-        formats.latent(spec.latent).write(cache, 64, torch.arange(4), normal(g, 4, 512), shared, None)
+        cache = four_keys(g, spec, shared)
         q = normal(g, 3, spec.num_heads, 576)
         q[:, :, 512] = 0.5
         indices = ints([0, 1, 2, 1, -1, -1, 3, -1, 2]).view(3, 3)
@@ -173,10 +179,9 @@ def beside_infinity(spec: SparseMLASpec) -> Make:
     """Return rows of a logit of +inf and of a key that is NaN, in either order; one has the +inf alone."""
 
     def make(g: torch.Generator) -> Operands:
-        cache = stale_pages(1, 64 * formats.latent(spec.latent).row_bytes, stride_pad=64)
         shared = normal(g, 4, 64)
         shared[1, 0], shared[3, 0] = math.inf, math.nan
-        formats.latent(spec.latent).write(cache, 64, torch.arange(4), normal(g, 4, 512), shared, None)
+        cache = four_keys(g, spec, shared)
         q = normal(g, 4, spec.num_heads, 576)
         q[:, :, 512] = 0.5
         indices = ints([1, 3, 0, 3, 1, 2, 1, 0, 2, 2, 0, -1]).view(4, 3)
@@ -189,10 +194,9 @@ def infinite_query(spec: SparseMLASpec) -> Make:
     """Return a query of +inf at one number, which keys have positive, negative or 0: 0 · inf is NaN."""
 
     def make(g: torch.Generator) -> Operands:
-        cache = stale_pages(1, 64 * formats.latent(spec.latent).row_bytes, stride_pad=64)
         shared = normal(g, 4, 64)
         shared[:, 0] = torch.tensor([1.0, 0.0, -1.0, 2.0])
-        formats.latent(spec.latent).write(cache, 64, torch.arange(4), normal(g, 4, 512), shared, None)
+        cache = four_keys(g, spec, shared)
         q = normal(g, 6, spec.num_heads, 576)
         q[:5, :, 512] = math.inf
         indices = ints([0, 1, 1, 0, 0, 3, 2, -1, 2, 0, 1, 2]).view(6, 2)

@@ -88,23 +88,22 @@ def latent_rows(name: str) -> tuple[Tensor, Tensor]:
     return plain(found, 512), plain(found, 64)
 
 
-def stored_keys(name: str) -> Make:
-    """Return keys for slots apart."""
+def stored_keys(name: str, keys: Tensor, apart: int) -> Make:
+    """Return keys for slots so far apart."""
 
     def make(g: torch.Generator) -> Operands:
-        keys = index_rows(name).bfloat16()
         cache = stale_pages(1, formats.index(name).page_bytes, stride_pad=32)
-        return {"k": keys, "slots": torch.arange(keys.shape[0]) * 7, "cache": cache}
+        return {"k": keys.clone(), "slots": torch.arange(keys.shape[0]) * apart, "cache": cache}
 
     return make
 
 
-def queries(spec: IndexQuerySpec) -> Make:
-    """Return queries, each head of which is a row of points."""
+def queries(spec: IndexQuerySpec, rows: Tensor) -> Make:
+    """Return queries, each head of which is a row."""
 
     def make(g: torch.Generator) -> Operands:
-        q = cycled(index_rows(spec.index), 2 * spec.num_heads).view(2, spec.num_heads, 128)
-        return {"q": q.bfloat16(), "weights": normal(g, 2, spec.num_heads)}
+        q = rows.view(-1, spec.num_heads, 128).clone()
+        return {"q": q, "weights": normal(g, q.shape[0], spec.num_heads)}
 
     return make
 
@@ -127,8 +126,10 @@ def cases() -> Iterator[Case]:
     """Every format of every writer."""
     for name in formats.names("index"):
         query, store = IndexQuerySpec(index=name, num_heads=4), StoreIndexSpec(index=name)
-        yield case(f"quantize_index_query/edges/ties/{name}", query, queries(query))
-        yield case(f"store_index_keys/edges/ties/{name}", store, stored_keys(name))
+        rows = index_rows(name).bfloat16()
+        asked = queries(query, cycled(rows, 2 * query.num_heads))
+        yield case(f"quantize_index_query/edges/ties/{name}", query, asked)
+        yield case(f"store_index_keys/edges/ties/{name}", store, stored_keys(name, rows, 7))
     for name in formats.names("latent"):
         yield case(f"store_latent/edges/ties/{name}", StoreLatentSpec(latent=name), stored_latents(name))
 

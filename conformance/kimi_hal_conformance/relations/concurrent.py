@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from threading import Barrier, BrokenBarrierError
+from threading import Barrier, BrokenBarrierError, Lock
 
 import torch
 
 from kimi_hal_conformance.calls import Called
+from kimi_hal_conformance.judging import objections
 from kimi_hal_conformance.oracle import Question
 from kimi_hal_conformance.relations.ground import Ground, UntriedError, unequal
 from kimi_hal_conformance.rig import OnePlan, Rig
+from kimi_hal_conformance.scripts import call
 
 #: Calls of each thread: what two threads share is seldom in the way of one pair of calls.
 ROUNDS = 6
@@ -25,49 +27,57 @@ def concurrent(ground: Ground) -> Iterator[str]:
         UntriedError: the calls are interpreted; what two of those share is the interpreter's.
     """
     plan = OnePlan.of(ground.subject)
-    asked = (ground.question, ground.again)
-    rigs = [Rig(question, plan) for question in asked]
-    if rigs[0].ready.plan.settings.execution == "interpreted":
+    first = Rig(ground.question, plan)
+    if first.ready.plan.settings.execution == "interpreted":
         raise UntriedError("an interpreter makes one call after another")
-    start = Barrier(len(rigs))
+    rigs = (first, Rig(ground.again, plan))
     ground.subject.hooks.synchronize()  # what was placed stands there before another stream writes over it
+    turns, one = Barrier(len(rigs)), Lock()
     with ThreadPoolExecutor(len(rigs)) as threads:
-        begun = [threads.submit(_calls, *own, start) for own in zip(rigs, asked, strict=True)]
+        begun = [threads.submit(_calls, rig, turns, one) for rig in rigs]
     failed = [error for error in (own.exception() for own in begun) if error is not None]
-    for error in sorted(
-        failed, key=lambda e: isinstance(e, BrokenBarrierError)
-    ):  # which says only that the other failed
-        raise error
-    found = [own.result() for own in begun]
-    for question, calls in zip(asked, found, strict=True):
-        for number, got in enumerate(calls, 1):
-            after = f"call {number} of one plan in two threads"
-            told = list(ground.differs(question, got, after)) if number == 1 else []
-            if number > 1 and (ground.promises_bits or got.problems):
-                names = () if got.problems else unequal(got, calls[0], question)
-                told = [f"{after}: {what}" for what in got.problems]
-                told += [f"{after}: {name} has other bits than in call 1" for name in names]
-            yield from told
-            if told:
-                return
+    failed.sort(
+        key=lambda error: isinstance(error, BrokenBarrierError)
+    )  # of which says only that the other failed
+    yield from (f"one plan in two threads: {type(error).__name__}: {error}" for error in failed[:1])
+    for rig, own in zip(rigs, () if failed else begun, strict=False):
+        yield from _wrong(ground, rig.question, own.result())
 
 
-def _calls(rig: Rig, question: Question, start: Barrier) -> list[Called]:
-    """Return what the calls of one thread give, each begun together with one of the other thread.
+def _calls(rig: Rig, turns: Barrier, one: Lock) -> list[Called]:
+    """Return what the calls of one thread give, each made together with one of the other thread.
 
-    A thread whose call fails lets the other one go.
+    What leads up to a call, and what is read after it, is no part of the promise: one thread at a time does it. A
+    thread that fails lets the other one go.
     """
     found = []
     try:
         with _stream(rig.subject.device):
             for _ in range(ROUNDS):
-                rig.fill(question)
-                start.wait()
-                found.append(rig.finish())
+                with one:
+                    rig.fill(rig.question)
+                turns.wait()
+                rig.run()
+                turns.wait()
+                with one:
+                    found.append(rig.collected())
     except Exception:
-        start.abort()
+        turns.abort()
         raise
     return found
+
+
+def _wrong(ground: Ground, question: Question, calls: Sequence[Called]) -> Iterator[str]:
+    """Yield what is wrong with the first call that is not right: other bits than alone where bits are promised."""
+    alone = call(question, ground.subject, given=True) if ground.promises_bits else None
+    for number, got in enumerate(calls, 1):
+        if got.answer is None or got.problems or alone is None:
+            told = list(objections(question, got))
+        else:
+            told = [f"{name} has other bits than alone" for name in unequal(got, alone, question)]
+        yield from (f"call {number} of one plan in two threads: {problem}" for problem in told)
+        if told:
+            return
 
 
 def _stream(device: str) -> AbstractContextManager[object]:

@@ -13,10 +13,9 @@ from kimi_hal import ops
 from kimi_hal_conformance.calls import Called
 from kimi_hal_conformance.judging import objections
 from kimi_hal_conformance.oracle import Question
-from kimi_hal_conformance.poison import same_bits
 from kimi_hal_conformance.relations import variants
-from kimi_hal_conformance.relations.ground import Ground, UntriedError
-from kimi_hal_conformance.relations.rows import carried, in_order, rows_at, together
+from kimi_hal_conformance.relations.ground import Ground
+from kimi_hal_conformance.relations.rows import carried, in_order, together
 from kimi_hal_conformance.rig import OnePlan, Rig, with_operands
 from kimi_hal_conformance.shrink import places
 
@@ -32,13 +31,13 @@ def chunks(ground: Ground) -> Iterator[str]:
     plan = OnePlan.of(ground.subject)
     parts = [[*range(a, a + c)] for a, c in zip(ends, cuts.tolist(), strict=False)]
     rest = [[*range(a + c, b)] for a, b, c in zip(ends, ends[1:], cuts.tolist(), strict=False)]
-    before = with_operands(whole, _of_rows(name, operands, parts))
+    before = with_operands(whole, of_rows(name, operands, parts))
     first = Rig(before, plan).answer(before)
     if first.answer is None:
         yield from (f"in two chunks: {problem}" for problem in first.problems)
         return
     going_on = {"has_initial_state": torch.ones(number, dtype=torch.bool)}
-    after = with_operands(whole, carried(_of_rows(name, operands, rest), first) | going_on)
+    after = with_operands(whole, carried(of_rows(name, operands, rest), first) | going_on)
     joined = together(whole, [first, Rig(after, plan).answer(after)])
     if joined.answer is not None:
         joined = in_order(whole, joined, _back(parts + rest))
@@ -51,66 +50,6 @@ def continues(ground: Ground) -> bool:
     return (
         ours and ground.operands.get("checkpoint_ids") is None and int(ground.operands["cu_seqlens"][-1]) > 0
     )
-
-
-def resumed(ground: Ground) -> Iterator[str]:
-    """Go on from the checkpoints that a call has stored: the rows behind them, and the states, have that call's bits.
-
-    Raises:
-        UntriedError: no checkpoint is followed by a row of its sequence.
-    """
-    given, name = ground.operands, ground.case.operator
-    pool = "state" if "state" in given else "conv_state"
-    ends, due = given["cu_seqlens"].tolist(), given["checkpoint_offsets"].tolist()
-    slots = [
-        (own, kept)
-        for own, kept in zip(given["state_ids"].tolist(), given["checkpoint_ids"].tolist(), strict=True)
-    ]
-    room = range(given[pool].shape[0])
-    live = [
-        n
-        for n, (own, kept) in enumerate(slots)
-        if own in room and kept in room and 0 <= due[n] < ends[n + 1] - ends[n]
-    ]
-    if not live:
-        raise UntriedError("no checkpoint is followed by a row of its sequence")
-    plan = OnePlan.of(ground.subject)
-    first = Rig(ground.question, plan).answer(ground.question)
-    if first.answer is None:
-        yield from (f"a call with checkpoints: {problem}" for problem in first.problems)
-        return
-    rows = [[*range(ends[n] + due[n], ends[n + 1])] for n in live]
-    from_there = {
-        "state_ids": torch.tensor([slots[n][1] for n in live], dtype=torch.int32),
-        "has_initial_state": torch.ones(len(live), dtype=torch.bool),
-        "checkpoint_ids": torch.full((len(live),), -1, dtype=torch.int32),
-        "checkpoint_offsets": torch.zeros(len(live), dtype=torch.int32),
-    }
-    rest = with_operands(ground.question, carried(_of_rows(name, given, rows), first) | from_there)
-    second = Rig(rest, plan).answer(rest)
-    if second.answer is None:
-        yield from (f"from a checkpoint: {problem}" for problem in second.problems)
-        return
-    index = torch.tensor([row for own in rows for row in own])
-    for out, at in rows_at(ground.question).items():
-        if out in first.answer.outputs and not same_bits(
-            first.answer.outputs[out].index_select(at, index).contiguous(),
-            second.answer.outputs[out].contiguous(),
-        ):
-            yield f"declared checkpoint_exact, but {out} has other bits from a checkpoint on"
-    for n in live:
-        own, kept = slots[n]
-        if not same_bits(
-            first.answer.mutated[pool][own].contiguous(), second.answer.mutated[pool][kept].contiguous()
-        ):
-            yield f"declared checkpoint_exact, but {pool} of sequence {n} has other bits from a checkpoint on"
-
-
-def resumes(ground: Ground) -> bool:
-    """Tell whether a call stores checkpoints from which the run goes on to the bit."""
-    ours = ground.case.operator in ("kda_conv", "kda_prefill") and ground.promised.checkpoint_exact
-    given = (ground.operands.get(name) for name in ("checkpoint_ids", "checkpoint_offsets"))
-    return ours and all(value is not None for value in given)
 
 
 def steps(ground: Ground) -> Iterator[str]:
@@ -152,7 +91,7 @@ def starts_anew(ground: Ground) -> bool:
     return given.get("has_initial_state") is not None and given.get("checkpoint_ids") is None
 
 
-def _of_rows(name: str, operands: Mapping[str, Any], rows: list[list[int]]) -> dict[str, Any]:
+def of_rows(name: str, operands: Mapping[str, Any], rows: list[list[int]]) -> dict[str, Any]:
     """Return the operands of some rows of every sequence."""
     kept = dict(operands)
     chosen = [row for own in rows for row in own]
