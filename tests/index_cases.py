@@ -29,6 +29,18 @@ def int32(values: Sequence[Any]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
+def close(got: Tensor, wanted: Tensor, lengths: Tensor) -> None:
+    """Compare the scores of keys as closely as float32 sums allow."""
+    keys = torch.arange(wanted.shape[1]) < lengths[:, None]
+    torch.testing.assert_close(
+        got[:, : wanted.shape[1]][keys].double(),
+        wanted[keys].double(),
+        rtol=3e-6,
+        atol=1e-6,
+        equal_nan=True,
+    )
+
+
 class Index:
     """Keys of several requests on one rank, in shuffled pages; bytes that hold no key are 0xFF (NaN).
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from index_cases import MXFP4, POW2, Index, int32
+from index_cases import MXFP4, POW2, Index, close, int32
 from interpreted import device, on_device
 from torch import Tensor
 
@@ -110,17 +110,6 @@ def scored(index: Index, query: Any, row_req: Tensor, row_len: Tensor, limits: L
     run = planned("indexer_logits", index.spec(), limits)
     out: Tensor = run(*query, index.cache, index.table, row_req, row_len)
     return out
-
-
-def close(got: Tensor, wanted: Tensor, lengths: Tensor) -> None:
-    keys = torch.arange(wanted.shape[1]) < lengths[:, None]
-    torch.testing.assert_close(
-        got[:, : wanted.shape[1]][keys].double(),
-        wanted[keys].double(),
-        rtol=3e-6,
-        atol=1e-6,
-        equal_nan=True,
-    )
 
 
 def check_scores_of_every_format() -> None:

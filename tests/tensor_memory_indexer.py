@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from index_cases import MXFP4, POW2, Index, int32
+from index_cases import MXFP4, POW2, Index, close, int32
 from interpreted import device
 from torch import Tensor
 
@@ -39,18 +39,6 @@ def planned(spec: Any, limits: Limits = FEW) -> Callable[..., Any]:
 def scored(index: Index, query: Any, row_req: Tensor, row_len: Tensor, limits: Limits = FEW) -> Tensor:
     out: Tensor = planned(index.spec(), limits)(*query, index.cache, index.table, row_req, row_len)
     return out
-
-
-def close(got: Tensor, wanted: Tensor, lengths: Tensor) -> None:
-    """Compare as closely as float32 sums allow: the interpreter's are."""
-    keys = torch.arange(wanted.shape[1]) < lengths[:, None]
-    torch.testing.assert_close(
-        got[:, : wanted.shape[1]][keys].double(),
-        wanted[keys].double(),
-        rtol=3e-6,
-        atol=1e-6,
-        equal_nan=True,
-    )
 
 
 @triton.jit

@@ -9,9 +9,10 @@ import torch
 import triton
 
 from kimi_hal import formats
+from kimi_hal.dispatch import signatures
 from kimi_hal.dispatch.contract import BuildContext
 from kimi_hal.ops.indexer import IndexerSpec, logits_width
-from kimi_hal.ops.operator import torch_dtype
+from kimi_hal.ops.operator import get, torch_dtype
 from kimi_hal.ops.spec import Limits
 from kimi_hal.triton import shards
 from kimi_hal.triton.indexer import Operands
@@ -99,40 +100,16 @@ class Scorer:
 
 def build_indexer_logits(ctx: BuildContext) -> Callable[..., Any]:
     """Make the run function of ``indexer_logits``."""
-    spec, limits, check = ctx.spec, ctx.limits, ctx.check
+    op, spec, limits = get(ctx.operator), ctx.spec, ctx.limits
     score, dtype = Scorer(spec, limits), torch_dtype(spec.score)
 
-    def run(
-        q: Any,
-        q_scale: Any,
-        weights: Any,
-        cache: Any,
-        block_table: Any,
-        row_req: Any,
-        row_len: Any,
-        *,
-        step: Any = None,
-        out: Any = None,
-        workspace: Any = None,
-    ) -> Any:
-        check(
-            q=q,
-            q_scale=q_scale,
-            weights=weights,
-            cache=cache,
-            block_table=block_table,
-            row_req=row_req,
-            row_len=row_len,
-            step=step,
-            out=out,
-            workspace=workspace,
-        )
-        rows = q.shape[0]
+    def call(given: dict[str, Any]) -> Any:
+        ctx.check(**given)
+        q, table, out = given["q"], given["block_table"], given["out"]
         if out is None:
-            width = logits_width(spec, limits, block_table.shape[1])
-            out = q.new_empty((rows, width), dtype=dtype)
-        if rows:
-            score(Operands(q, q_scale, weights, cache, block_table, row_req, row_len), out)
+            out = q.new_empty((q.shape[0], logits_width(spec, limits, table.shape[1])), dtype=dtype)
+        if q.shape[0]:
+            score(Operands(**{name: given[name] for name in op.args}), out)
         return out
 
-    return run
+    return signatures.function(op, op.name, call)
