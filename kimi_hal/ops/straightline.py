@@ -209,26 +209,30 @@ class Writer:
         whole, st = f"{var}.is_contiguous()", f"(st := {var}.stride())"
         if "all" in needed:
             return [f"not {whole}"]
+        tests: list[str] = []
         if "inner" in needed:
-            wrong = f"{st}[1:] != {self._packed(words)}"
+            tests.append(f"{st}[1:] != {self._packed(words)}")
         elif "heads" in needed:
-            wrong = f"{st}[-1] != 1 or st[-2] != s[-1]"
-        else:
-            wrong = f"{st}[-1:] != (1,)" if needed else f"not {st}"
+            tests.append(f"{st}[-1] != 1 or st[-2] != s[-1]")
+        elif needed:
+            tests.append(f"{st}[-1:] != (1,)")
         if written:
             free = 1 if "inner" in needed else len(words.split()) - 1
-            wrong += f" or {self._shared(free)}"
-        return [f"(not {whole} and ({wrong}))"]
+            tests.append(self._shared("st" if tests else st, free))
+        return [f"(not {whole} and ({' or '.join(tests)}))"]
 
-    def _shared(self, free: int) -> str:
+    def _shared(self, strides: str, free: int) -> str:
         """Return the test of elements in one place; dimensions one inside the other, as most are, have none.
 
         Args:
+            strides: the expression of the strides; it binds ``st``, unless a test in front of this one has.
             free: dimensions whose strides nothing has said yet, from the first on; 0: any number.
         """
-        crossed = [f"st[{i}] < st[{i + 1}] * s[{i + 1}]" for i in range(free)]
-        shared = "shares_elements(s, st)"
-        return f"(({' or '.join(crossed)}) and {shared})" if crossed else shared
+        if not free:
+            return f"shares_elements(s, {strides})"
+        read = [strides, *["st"] * free]
+        crossed = [f"{read[i]}[{i}] < st[{i + 1}] * s[{i + 1}]" for i in range(free)]
+        return f"(({' or '.join(crossed)}) and shares_elements(s, st))"
 
     def _packed(self, words: str) -> str:
         """Return the strides of all but the first dimension where these are contiguous."""

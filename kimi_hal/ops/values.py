@@ -67,14 +67,14 @@ def runs(tensor: Any) -> tuple[Any, int]:
 
     length = tensor.element_size()
     dims = sorted((stride * length, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-    starts = torch.tensor([tensor.data_ptr()], dtype=torch.int64)
+    starts = torch.tensor([tensor.data_ptr()], dtype=torch.int64, device="cpu")
     for stride, size in dims:
         if stride == 0 or size == 1:
             continue
         if stride <= length and starts.numel() == 1:  # still one run: it grows
             length += stride * (size - 1)
         else:
-            starts = (starts[:, None] + stride * torch.arange(size)).flatten()
+            starts = (starts[:, None] + stride * torch.arange(size, device="cpu")).flatten()
     return starts.sort().values, length
 
 
@@ -121,9 +121,11 @@ def shares_elements(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
         reach += stride * (size - 1)
     if nested:
         return False
-    starts = torch.zeros(1, dtype=torch.int64)  # interleaved dimensions: rare, so simply counted
+    starts = torch.zeros(
+        1, dtype=torch.int64, device="cpu"
+    )  # interleaved dimensions: rare, so simply counted
     for stride, size in apart:
-        starts = (starts[:, None] + stride * torch.arange(size)).flatten()
+        starts = (starts[:, None] + stride * torch.arange(size, device="cpu")).flatten()
     ordered = starts.sort().values
     return bool((ordered[1:] - ordered[:-1] < length).any())
 

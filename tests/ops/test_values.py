@@ -88,3 +88,12 @@ def test_an_output_may_share_the_one_input_that_the_contract_names() -> None:
         "out overlaps other_out",
         "other_out overlaps x",
     ]
+
+
+def test_what_is_counted_of_a_tensor_is_counted_on_the_host_whatever_the_default_device() -> None:
+    a = torch.zeros(20)
+    with torch.device("meta"):
+        assert values.overlaps(a[::2], a[2:9:3])
+        assert not values.overlaps(a[::2], a[1::2])
+        assert values.shares_elements((4, 4), (2, 3))
+        assert not values.shares_elements((3, 4), (2, 3))
