@@ -8,7 +8,7 @@ the device is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -198,22 +198,48 @@ def _presence(op: Operator, name: str, value: Any, rule: bool | None) -> Iterato
 def _operand(
     label: str, arg: Arg, spec: Spec, dims: Dims, tensor: Any, cap: TensorCap | None
 ) -> Iterator[str]:
-    accepted = accepted_dtypes(arg, spec, cap)
-    got = str(tensor.dtype).removeprefix("torch.")
-    if got not in accepted and accepted != ("*",):
-        narrowed = " for this implementation" if got in arg.dtypes(spec) else ""
-        yield f"{label} must be {' or '.join(accepted)}{narrowed}, got {got}"
-    if arg.ndim and tensor.dim() != getattr(spec, arg.ndim):
-        yield f"{label} must have {getattr(spec, arg.ndim)} dimensions, got shape {list(tensor.shape)}"
-    if arg.shape != "*":
-        wrong = dims.mismatch(label, arg.shape, tuple(tensor.shape))
-        if wrong:
-            yield wrong
-            return
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if not (yield from dtype_and_shape(label, arg, spec, dims, dtype, tuple(tensor.shape), cap)):
+        return
     yield from _layout(label, contiguity(arg.strided, cap), tensor)
     if arg.mutated:
         yield from _written(label, tensor)
     yield from _alignment(label, cap, tensor)
+
+
+def dtype_and_shape(
+    label: str,
+    arg: Arg,
+    spec: Spec,
+    dims: Dims,
+    dtype: str,
+    shape: tuple[int, ...],
+    cap: TensorCap | None = None,
+) -> Generator[str, None, bool]:
+    """Yield why an operand's dtype and shape are not the operator's, whichever library's array it is.
+
+    Args:
+        label: what to call it.
+        arg: the operator's description of it.
+        spec: of the call.
+        dims: the letters so far; those that this operand is the first to have are bound.
+        dtype: its name, as torch and jax have it.
+        shape: its sizes.
+        cap: what the chosen kernel needs of it.
+
+    Returns:
+        Whether the shape is as described.
+    """
+    accepted = accepted_dtypes(arg, spec, cap)
+    if dtype not in accepted and accepted != ("*",):
+        narrowed = " for this implementation" if dtype in arg.dtypes(spec) else ""
+        yield f"{label} must be {' or '.join(accepted)}{narrowed}, got {dtype}"
+    if arg.ndim and len(shape) != getattr(spec, arg.ndim):
+        yield f"{label} must have {getattr(spec, arg.ndim)} dimensions, got shape {list(shape)}"
+    wrong = dims.mismatch(label, arg.shape, shape) if arg.shape != "*" else None
+    if wrong:
+        yield wrong
+    return not wrong
 
 
 def _layout(label: str, needed: frozenset[str], tensor: Any) -> Iterator[str]:

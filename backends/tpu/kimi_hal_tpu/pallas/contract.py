@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from kimi_hal.ops import get
+from kimi_hal.ops.check import dtype_and_shape
 from kimi_hal.ops.operator import Dims
 from kimi_hal.ops.spec import Spec
 from kimi_hal_tpu.pallas.mode import Array
@@ -20,13 +21,6 @@ def operand_problems(operator: str, spec: Spec, arrays: Mapping[str, Array]) -> 
     """
     dims = Dims(spec.dims())
     for name, arg in get(operator).binding_order:
-        if name not in arrays:
-            continue
-        array = arrays[name]
-        accepted, shape = arg.dtypes(spec), tuple(array.shape)
-        if array.dtype.name not in accepted:
-            yield f"{name} must be {' or '.join(accepted)}, got {array.dtype.name}"
-        if arg.ndim and len(shape) != getattr(spec, arg.ndim):
-            yield f"{name} must have {getattr(spec, arg.ndim)} dimensions, got shape {list(shape)}"
-        if arg.shape != "*" and (wrong := dims.mismatch(name, arg.shape, shape)):
-            yield wrong
+        if name in arrays:
+            array = arrays[name]
+            yield from dtype_and_shape(name, arg, spec, dims, array.dtype.name, tuple(array.shape))
