@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 pytest.importorskip("jax", reason="needs the environment of `nox -s tpu_jax`")
 
@@ -153,9 +154,18 @@ def test_a_dynamic_shape_is_refused() -> None:
     with pytest.raises(ContractError) as error:
         refuse_dynamic(topk_select, {"T": "s0", "L": 64})
     assert str(error.value) == (
-        "topk_select: T=s0 is a dynamic shape, and a TPU program is compiled for one shape: compile with dynamic=False "
-        "and pad to Limits.row_buckets"
+        "topk_select: T=s0 is a dynamic shape, and a TPU program is compiled for one shape: pass sizes that are "
+        "numbers, padded to Limits.row_buckets; or trace plan.op"
     )
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_what_is_said_of_a_dynamic_shape_can_be_done() -> None:
+    plan = selection()
+    scores, lengths = torch.randn(3, 8), torch.full((3,), 8, dtype=torch.int32)
+    traced = make_fx(lambda s, n: plan.op(s, n)[0], tracing_mode="symbolic")(scores, lengths)
+    more = torch.randn(5, 8)
+    assert traced(more, torch.full((5,), 8, dtype=torch.int32)).tolist() == best(more)
 
 
 def test_a_topology_that_does_not_exist_is_refused_with_one_that_does() -> None:

@@ -19,7 +19,7 @@ from kimi_hal import formats
 from kimi_hal.errors import ContractError
 from kimi_hal.ops.moe import MoESpec
 from kimi_hal.reference import moe as reference
-from kimi_hal_tpu import expert_grid
+from kimi_hal_tpu import expert_grid, scales
 from kimi_hal_tpu.pallas import expert_blocks, expert_tiles, experts, moe, mxfp4
 from kimi_hal_tpu.pallas.bridge import races_found, to_jax
 from kimi_hal_tpu.pallas.mode import Mode
@@ -117,7 +117,7 @@ def test_every_code_under_every_scale_is_decoded(float4: bool) -> None:
     fmt = formats.experts(SPEC.weights)
     exact = fmt.decode(torch.tensor(data.T.copy()), torch.tensor(codes.T.copy()), torch.float64).T
     exact[exact.abs() > 2.0**127 * 1.99] = INF * exact[exact.abs() > 2.0**127 * 1.99].sign()
-    np.testing.assert_array_equal(large + small * mxfp4.BACK**2, exact.numpy())
+    np.testing.assert_array_equal(large + small * scales.BACK**2, exact.numpy())
     assert not ((large != 0) & (small != 0)).any()
 
 

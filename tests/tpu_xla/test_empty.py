@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ os.environ.setdefault("PJRT_DEVICE", "CPU")
 from empty_cases import ANYTHING, BUSY, IDLE, Case, copied, planned, ran
 from kda_cases import Layer, Rows, cuts, ids
 
+from kimi_hal.dispatch import policy
 from kimi_hal.dispatch.contract import Probe
 from kimi_hal.ops.kda import KDASpec
 from kimi_hal_tpu import plugin
@@ -23,13 +25,15 @@ PLACES = {"native": "xla", "interpreted": "cpu"}
 
 
 @pytest.fixture(params=sorted(PLACES))
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A machine with a TPU, as far as planning can see; torch-xla drives its CPU."""
+    policy.thaw()  # a probe is kept, and other tests see another TPU
     seen = Probe(present=True, arch="v6e", devices=("TPU v6e",), facts={})
     monkeypatch.setattr(plugin, "probe", lambda: seen)
     monkeypatch.setenv("KIMI_HAL_BACKEND", "tpu")
     monkeypatch.setenv("KIMI_HAL_EXECUTION", request.param)
-    return PLACES[request.param]
+    yield PLACES[request.param]
+    policy.thaw()
 
 
 def same(case: Case, device: str) -> None:
@@ -43,7 +47,7 @@ def same(case: Case, device: str) -> None:
 def test_a_call_with_nothing_to_do_needs_no_program(
     name: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def traced(machine: XLA, operands: dict[str, Any]) -> None:
+    def traced(machine: XLA, operands: dict[str, Any], rows: int | None = None) -> None:
         raise AssertionError("a program was traced")
 
     monkeypatch.setattr(XLA, "run", traced)

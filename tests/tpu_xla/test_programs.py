@@ -25,7 +25,7 @@ from kimi_hal_conformance import case as cases
 from kimi_hal_conformance.calls import Subject
 from kimi_hal_conformance.cases import load
 from kimi_hal_conformance.execute import try_case
-from kimi_hal_tpu import plugin
+from kimi_hal_tpu import plugin, scales
 from kimi_hal_tpu.xla import powers
 from kimi_hal_tpu.xla.tracing import Traced, clamp, view_as
 
@@ -202,6 +202,6 @@ def test_the_halves_of_every_scale_are_normal_numbers_whose_product_it_is() -> N
     exact = 2.0 ** (torch.arange(256).double() - 127)
     assert torch.equal((first * second)[:255], exact[:255])
     assert ((first >= 2.0**-64) & (first <= 2.0**64) & (second >= 2.0**-64) & (second <= 2.0**64))[:255].all()
-    assert torch.equal((large + small * powers.BACK**2)[:255], exact[:255])
+    assert torch.equal((large + small * scales.BACK**2)[:255], exact[:255])
     assert all(x[255].isnan() for x in (first, second, large))
     assert small[255] == 0

@@ -22,9 +22,8 @@ def of_rows(limits: Limits | None) -> tuple[int, ...]:
     if limits is None:
         return ()
     if limits.row_buckets:
-        return tuple(rows for rows in limits.row_buckets if rows) or (
-            1,
-        )  # none has 0 rows: XLA slices no such array
+        # None has 0 rows: XLA slices no such array.
+        return tuple(rows for rows in limits.row_buckets if rows) or (1,)
     found = [SMALLEST]
     while found[-1] < limits.max_rows:
         found.append(found[-1] * 2)
@@ -34,11 +33,13 @@ def of_rows(limits: Limits | None) -> tuple[int, ...]:
 def on_device(limits: Limits | None) -> tuple[int, ...]:
     """Return the row counts that a call on the device may have beside 0.
 
-    They are those of ``of_rows``; where Limits name none, ``max_rows`` is the largest, which no call exceeds.
+    They are those of ``of_rows``; where Limits name none, ``max_rows`` is the largest, which no call exceeds, and 1 at
+    least: a call on 0 rows that writes something is compiled for the smallest.
     """
     if limits is None or limits.row_buckets:
         return of_rows(limits)
-    return *(rows for rows in of_rows(limits) if rows < limits.max_rows), limits.max_rows
+    most = max(1, limits.max_rows)
+    return *(rows for rows in of_rows(limits) if rows < most), most
 
 
 def fit(operator: str, what: str, size: int, buckets: Sequence[int]) -> int:

@@ -25,18 +25,13 @@ def idle(op: Operator, spec: Any, given: Mapping[str, Any], shapes: Sequence[Out
         return False
     if bound.get("N") == 0 or (bound.get("T") == 0 and given.get("checkpoint_ids") is None):
         return True
-    return all(not first(given[name]).shape[0] for name in op.mutated)
+    return all(not staging.first(given[name]).shape[0] for name in op.mutated)
 
 
 def unnamed(op: Operator, operands: Mapping[str, Any]) -> dict[str, Any]:
     """Return operands in which a pool without a page or slot is named by nothing: every name becomes −1."""
     pools, names = staging.CACHES.get(op.name, ((), ()))
-    if not pools or first(operands[pools[0]]).shape[0]:
+    if not pools or staging.first(operands[pools[0]]).shape[0]:
         return dict(operands)
     none = {n: operands[n].new_full(operands[n].shape, -1) for n in names if operands.get(n) is not None}
     return {**operands, **none}
-
-
-def first(value: Any) -> Any:
-    """Return a tensor, or the first of a list."""
-    return value[0] if isinstance(value, (list, tuple)) else value

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from kimi_hal.errors import SpecError
 from kimi_hal.model import K3_1_PRO, Model
+from kimi_hal_tpu import counts
 from kimi_hal_tpu.collectives import Collective
 
 #: The axis of the devices that share a context, that of the groups, and both: tensor and expert parallelism.
@@ -104,11 +105,7 @@ class Layout:
 
     def _check_sizes(self) -> None:
         names = ("groups", "dcp", "interleave", "rows", "context", "page", "shared")
-        given = {name: getattr(self, name) for name in names}
-        wrong = [
-            f"{n}={v!r}" for n, v in given.items() if isinstance(v, bool) or not isinstance(v, int) or v < 1
-        ]
-        if wrong:
+        if wrong := counts.not_counts({name: getattr(self, name) for name in names}):
             raise SpecError(f"sizes of a slice are whole numbers of 1 or more, got {', '.join(wrong)}")
 
     @property

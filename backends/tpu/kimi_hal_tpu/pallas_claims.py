@@ -61,7 +61,7 @@ CHECKPOINTED = frozenset({"kda_prefill", "kda_commit"})
 CONTINUED = Properties(deterministic=True, batch_invariant=True, checkpoint_exact=True)
 SOURCE = tuple(
     f"kimi_hal_tpu/{name}.py"
-    for name in ("pallas/*", "static", "staging", "empty", "buckets", "generations", "expert_grid")
+    for name in ("pallas/*", "static", "staging", "empty", "buckets", "generations", "expert_grid", "scales")
 )
 
 

@@ -66,9 +66,7 @@ def check_torch_xla(torch_xla: str | None = None, torch: str | None = None) -> N
     """
     torch_xla = installed("torch_xla") if torch_xla is None else torch_xla
     torch = installed("torch") if torch is None else torch
-    if not torch_xla:
-        raise ImportError("torch_xla is not installed: pip install -r requirements/tpu_xla.txt")
-    _check_series(torch_xla)
+    _check_installed(torch_xla)
     wanted = TORCH[_series(torch_xla, 2)]
     if _series(torch, 2) != wanted:
         raise ToolMissingError(
@@ -77,7 +75,10 @@ def check_torch_xla(torch_xla: str | None = None, torch: str | None = None) -> N
         )
 
 
-def _check_series(torch_xla: str) -> None:
+def _check_installed(torch_xla: str) -> None:
+    """Refuse that there is no torch-xla, and one that these programs were not written for."""
+    if not torch_xla:
+        raise ImportError("torch_xla is not installed: pip install -r requirements/tpu_xla.txt")
     if _series(torch_xla, 2) not in TORCH:
         raise ToolMissingError(
             f"tpu.xla's programs are written for torch-xla {', '.join(TORCH)}, this is torch-xla {torch_xla}: "
@@ -102,9 +103,7 @@ def check_custom_call(
     torch_xla = installed("torch_xla") if torch_xla is None else torch_xla
     jax = installed("jax") if jax is None else jax
     libtpu = installed("libtpu") if libtpu is None else libtpu
-    if not torch_xla:
-        raise ImportError("torch_xla is not installed: pip install -r requirements/tpu_xla.txt")
-    _check_series(torch_xla)
+    _check_installed(torch_xla)
     wanted, compiler = TRACED_BY[_series(torch_xla, 2)]
     if not jax:
         raise ImportError(
@@ -178,7 +177,7 @@ def without_sparse_core(what: str) -> ToolMissingError:
 def without_part_tiles(operator: str) -> ToolMissingError:
     """Return the error of a kernel that copies parts of tiles, which torch-xla's libtpu does not compile."""
     torch_xla = installed("torch_xla")
-    _, compiler = TRACED_BY.get(_series(torch_xla, 2), ("", "of its own"))
+    _, compiler = TRACED_BY[_series(torch_xla, 2)]
     return ToolMissingError(
         f"{operator}: tpu.pallas copies parts of tiles, which needs jax ≥ 0.10 and its libtpu; torch-xla {torch_xla} "
         f"brings libtpu {compiler}. KIMI_HAL_OPS={operator}=tpu.xla takes the program that torch-xla traces"

@@ -61,11 +61,11 @@ def move(operator: str, spec: Any, operands: Mapping[str, Any]) -> Moved | None:
         return None
     pools, names = CACHES[operator]
     names = tuple(n for n in names if operands.get(n) is not None and _names(spec, operands, n))
-    first = _first(operands[pools[0]])
+    one = first(operands[pools[0]])
     tokens = {n: _tokens(spec, n) for n in names}
-    used = [_places(operands[n], tokens[n], first.shape[0]) for n in names]
-    kept = torch.unique(torch.cat(used)) if used else torch.zeros(0, dtype=torch.int64)
-    changed: dict[str, Any] = {n: renumbered(operands[n], kept, tokens[n], first.shape[0]) for n in names}
+    used = [_places(operands[n], tokens[n], one.shape[0]) for n in names]
+    kept = torch.unique(torch.cat(used)) if used else torch.zeros(0, dtype=torch.int64, device="cpu")
+    changed: dict[str, Any] = {n: renumbered(operands[n], kept, tokens[n], one.shape[0]) for n in names}
     for pool in pools:
         changed[pool] = _cut(operands[pool], kept)
     return Moved(kept, pools, {**operands, **changed})
@@ -83,7 +83,8 @@ def _tokens(spec: Any, name: str) -> int:
     return spec.page if hasattr(spec, "page") else formats.index(spec.index).page
 
 
-def _first(pool: Any) -> Tensor:
+def first(pool: Any) -> Tensor:
+    """Return a pool, or the first of a list of them."""
     return pool[0] if isinstance(pool, (list, tuple)) else pool  # type: ignore[no-any-return]
 
 

@@ -33,8 +33,11 @@ Operands = Mapping[str, Any]
 class Machine(Protocol):
     """Where programs run."""
 
-    def run(self, operands: dict[str, Any]) -> list[Tensor]:
-        """Run the program on padded operands; returns outputs, then mutated operands."""
+    def run(self, operands: dict[str, Any], rows: int | None = None) -> list[Tensor]:
+        """Run the program on padded operands; returns outputs, then mutated operands.
+
+        ``rows`` are those before padding, where ranks meet: all that they send each other.
+        """
 
 
 @dataclass(frozen=True)
@@ -59,17 +62,15 @@ class StaticCall:
 
     def function(self) -> Callable[..., Any]:
         """Return a plain function with the operator's signature."""
-        return signatures.function(self.op, self.op.name, self)
+        return signatures.function(self.op, self.op.name, apart(self))
 
-    @torch.compiler.disable(reason=APART)  # type: ignore[untyped-decorator, no-untyped-call]
     def __call__(self, given: dict[str, Any]) -> Any:
         """Run on operands by name; returns what the operator returns. No operator has a backward."""
         self.ctx.check(**given)
-        with torch.no_grad():
-            shapes = output_shapes(self.op, self.ctx.spec, self.ctx.limits, given)
-            buffers = [self._buffer(shape, given) for shape in shapes]
-            if not empty.idle(self.op, self.ctx.spec, given, shapes):
-                self._fill(buffers, given)
+        shapes = output_shapes(self.op, self.ctx.spec, self.ctx.limits, given)
+        buffers = [self._buffer(shape, given) for shape in shapes]
+        if not empty.idle(self.op, self.ctx.spec, given, shapes):
+            self._fill(buffers, given)
         return None if not buffers else buffers[0] if len(buffers) == 1 else tuple(buffers)
 
     def _fill(self, buffers: list[Tensor], given: Operands) -> None:
@@ -91,7 +92,7 @@ class StaticCall:
         return empty.unnamed(self.op, {name: given[name] for name in self.op.args})
 
     def _moved(self, given: Operands) -> staging.Moved | None:
-        """Return a call's operands with the pages that they name, where they come from the host and name some."""
+        """Return a call's operands, of its pools only what they name; ``None`` on the device, or without a pool."""
         if not self.on_host:
             return None
         return staging.move(self.op.name, self.ctx.spec, {name: given[name] for name in self.op.args})
@@ -118,9 +119,8 @@ class StaticCall:
 
     def staged(self, given: Operands) -> list[Tensor]:
         """Run a program that mutates nothing on a call's operands."""
-        with torch.no_grad():
-            moved = self._moved(given)
-            return self.compute(moved.operands if moved else self._operands(given), given)
+        moved = self._moved(given)
+        return self.compute(moved.operands if moved else self._operands(given), given)
 
     def compute(self, operands: Operands, given: Operands) -> list[Tensor]:
         """Pad, run, and return the program's results in its own static shapes."""
@@ -131,9 +131,9 @@ class StaticCall:
             if value is not None
         }
         scalars = {name: given[name] for name in self.op.scalars if given[name] is not None}
-        if self.op.grouped:
-            scalars["rows"] = bind_dims(self.op, self.ctx.spec, given).bound.get("T")
-        return self.machine.run(padded | scalars | real_sizes(self.op, self.ctx.spec, given))
+        sizes = real_sizes(self.op, self.ctx.spec, given)
+        rows = bind_dims(self.op, self.ctx.spec, given).bound.get("T") if self.op.grouped else None
+        return self.machine.run(padded | scalars | sizes, rows=rows)
 
     def targets(self, given: Operands) -> dict[str, int]:
         """Return the static size of each free dimension letter, 1 at least; on the device T must be a bucket."""
@@ -145,10 +145,11 @@ class StaticCall:
             for n, least in FREE.items()
             if n in bound and (padded or not bound[n])
         }
+        rows = buckets.of_rows(self.ctx.limits) if self.on_host else buckets.on_device(self.ctx.limits)
         if "T" in bound and (self.on_host or not bound["T"]):
-            found["T"] = buckets.fit(self.op.name, "T", bound["T"], buckets.of_rows(self.ctx.limits))
+            found["T"] = buckets.fit(self.op.name, "T", bound["T"], rows)
         elif "T" in bound:
-            buckets.exact(self.op.name, "T", bound["T"], buckets.on_device(self.ctx.limits))
+            buckets.exact(self.op.name, "T", bound["T"], rows)
         return found | dict(self.sizes)
 
     def _buffer(self, shape: OutputShape, given: Operands) -> Tensor:
@@ -157,15 +158,28 @@ class StaticCall:
             return buffer  # type: ignore[no-any-return]
         device = next(v.device for v in given.values() if isinstance(v, Tensor))
         made = torch.zeros(
-            shape.shape, dtype=torch.uint8 if shape.dtype in BYTES else torch_dtype(shape.dtype)
+            shape.shape,
+            dtype=torch.uint8 if shape.dtype in BYTES else torch_dtype(shape.dtype),
+            device="cpu",
         )
         return made.view(torch_dtype(shape.dtype)).to(device)
+
+
+def apart(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that records no gradient and that ``torch.compile`` runs between its graphs.
+
+    It imports ``torch._dynamo``, which a process that plans nothing here is spared; torch-xla does so itself.
+    """
+    made: Callable[..., Any] = torch.compiler.disable(torch.no_grad()(call), reason=APART)  # type: ignore[no-untyped-call]
+    return made
 
 
 def real_sizes(op: Operator, spec: Any, given: Operands) -> dict[str, Tensor]:
     """Return the sizes before padding as values, int32 ``[1]`` each: ``size_L`` and so on."""
     bound = bind_dims(op, spec, given).bound
-    return {f"size_{n}": torch.tensor([bound[n]], dtype=torch.int32) for n in FREE if n in bound}
+    return {
+        f"size_{n}": torch.tensor([bound[n]], dtype=torch.int32, device="cpu") for n in FREE if n in bound
+    }
 
 
 def pad(name: str, arg: Arg, value: Any, targets: Mapping[str, int], *, coded: bool = False) -> Any:
@@ -223,7 +237,7 @@ def refuse_dynamic(op: Operator, sizes: Mapping[str, Any]) -> None:
             op.name,
             [
                 f"{', '.join(symbolic)} is a dynamic shape, and a TPU program is compiled for one shape: "
-                "compile with dynamic=False and pad to Limits.row_buckets"
+                "pass sizes that are numbers, padded to Limits.row_buckets; or trace plan.op"
             ],
         )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from kimi_hal.dispatch.contract import Capability, Implementation, Preference, Properties
 from kimi_hal.domain import Domain, OneOf, Range
 from kimi_hal_tpu import splits
@@ -12,8 +14,8 @@ from kimi_hal_tpu.xla.sizes import RECORDS
 FORMAT = "tpu.mxfp4.plain"
 
 
-#: In the place of a generation: none is asked for where code is interpreted, and nothing else is called so.
-INTERPRETED = ("an interpreting CPU, and torch-xla has no such type",)
+#: In the place of a generation: where code is interpreted none is asked for, and no device is called so.
+INTERPRETED = ("interpreted",)
 #: Index formats whose queries torch-xla has a type for, and those whose queries it has none for.
 QUERIES = (
     "index.fp8.e4m3fn.f32.page64",
@@ -23,8 +25,20 @@ QUERIES = (
     "index.mxfp4.gfx950.page64",
 )
 FNUZ_QUERIES = ("index.fp8.e4m3fnuz.f32.page64", "index.fp8.e4m3fnuz.f32.shuffled.page64")
+
+
+@dataclass(frozen=True)
+class Typed(OneOf):
+    """Values that torch-xla has a type for, and what to say of the others."""
+
+    lacking: str = ""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()} (torch-xla 2.9 has no type for {self.lacking} numbers)"
+
+
 SCORED: dict[str, Domain] = {
-    "index": OneOf(QUERIES),
+    "index": Typed(QUERIES, "fnuz"),
     "num_heads": Range(1, 128),
     "score": FLOAT,
     "weights_dtype": FLOAT,
@@ -44,7 +58,7 @@ CACHE: dict[str, Domain] = {
 }
 SPECS: dict[str, dict[str, Domain]] = {
     "quantize_index_query": {
-        "index": OneOf(QUERIES),
+        "index": Typed(QUERIES, "fnuz"),
         "num_heads": Range(1, 128),
         "weights_dtype": FLOAT,
         "weight_scale": Range(0, 1 << 16),
@@ -63,7 +77,7 @@ SPECS: dict[str, dict[str, Domain]] = {
         "softmax_scale": Range(0, 1 << 16),
         "index_space": OneOf(("slot", "position", "local")),
         "has_index_len": FLAG,
-        "q_dtype": OneOf(("bfloat16", "float8_e4m3fn")),
+        "q_dtype": Typed(("bfloat16", "float8_e4m3fn"), "fnuz"),
         "out_dtype": FLOAT,
         "return_lse": FLAG,
     },
@@ -97,7 +111,7 @@ SPECS: dict[str, dict[str, Domain]] = {
     "all_gather": DCP
     | {
         "layout": OneOf(("rank_major", "token_order", "last_dim")),
-        "dtype": OneOf(
+        "dtype": Typed(
             (
                 "uint8",
                 "int8",
@@ -108,7 +122,8 @@ SPECS: dict[str, dict[str, Domain]] = {
                 "float32",
                 "float8_e4m3fn",
                 "float8_e5m2",
-            )
+            ),
+            "fnuz and e8m0",
         ),
         "ndim": Range(1, 8),
     },
@@ -131,6 +146,7 @@ SOURCE = (
     "kimi_hal_tpu/empty.py",
     "kimi_hal_tpu/buckets.py",
     "kimi_hal_tpu/expert_grid.py",
+    "kimi_hal_tpu/scales.py",
 )
 EXPERTS = frozenset({"prepare_moe_weights", "moe_experts"})
 

@@ -20,7 +20,7 @@ from jax.experimental import mesh_utils, topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kimi_hal.errors import SelectionError, ToolMissingError
-from kimi_hal_tpu import generations, requirements
+from kimi_hal_tpu import counts, generations, requirements
 
 #: Shape and dtype of an operand.
 Operand = tuple[tuple[int, ...], Any]
@@ -93,7 +93,7 @@ def mesh(name: str, **axes: int) -> Mesh:
     Raises:
         SelectionError: an axis without a device, or the topology has another number of them.
     """
-    wrong = [f"{axis}={size!r}" for axis, size in axes.items() if type(size) is not int or size < 1]
+    wrong = counts.not_counts(axes)
     if wrong or not axes:
         raise SelectionError(
             f"a mesh has axes of 1 device or more, got {', '.join(wrong) or 'no axis'}: mesh({name!r}, dcp=…)"

@@ -23,7 +23,7 @@ from kimi_hal.ops.operator import Operator
 from kimi_hal_tpu import requirements
 from kimi_hal_tpu.pallas.operands import Program
 from kimi_hal_tpu.pallas_claims import BY_TORCH_XLA, ON_SPARSE_CORE
-from kimi_hal_tpu.static import Machine, StaticCall, operator, place, refuse_dynamic
+from kimi_hal_tpu.static import Machine, StaticCall, apart, operator, place, refuse_dynamic
 
 #: What becomes of a program on a kind of device: its versions checked, then what runs it.
 Machines = Callable[[BuildContext, Operator, str], Machine]
@@ -106,8 +106,8 @@ class JaxCPU:
         mode = Mode(simulated=True)
         self.jitted = jax.jit(lambda arrays: tuple(program(spec, arrays, mode)))
 
-    def run(self, operands: dict[str, Any]) -> list[Tensor]:
-        """Run on torch tensors on the CPU; returns torch tensors."""
+    def run(self, operands: dict[str, Any], rows: int | None = None) -> list[Tensor]:
+        """Run on torch tensors on the CPU; returns torch tensors. No ranks meet in a program, whatever ``rows``."""
         arrays = {}
         for name, value in operands.items():
             tensors = value if isinstance(value, list) else [value]
@@ -138,16 +138,18 @@ def to_jax(tensor: Tensor) -> Any:
     if tensor.dtype == torch.bool:
         tensor = tensor.to(torch.uint8)
     if not tensor.numel():
-        return jnp.zeros(tuple(tensor.shape), jnp.from_dlpack(torch.zeros(1, dtype=tensor.dtype)).dtype)
+        return jnp.zeros(
+            tuple(tensor.shape), jnp.from_dlpack(torch.zeros(1, dtype=tensor.dtype, device="cpu")).dtype
+        )
     if tensor.dtype == torch.int64:  # jax has 32-bit integers here; no place in a cache needs more
         tensor = tensor.clamp(-(1 << 31), (1 << 31) - 1).int()
-    return jnp.from_dlpack(tensor.detach().clone(memory_format=torch.contiguous_format))
+    return jnp.from_dlpack(tensor.clone(memory_format=torch.contiguous_format))
 
 
 def to_torch(array: Any) -> Tensor:
     """Return a jax array as a torch tensor."""
     if not array.size:
-        return torch.zeros(array.shape, dtype=getattr(torch, str(array.dtype)))
+        return torch.zeros(array.shape, dtype=getattr(torch, str(array.dtype)), device="cpu")
     return torch.from_dlpack(array)
 
 
@@ -164,4 +166,4 @@ def _test_entry(op: Operator, run: Callable[..., Any], scores: StaticCall) -> Ca
         place(buffer, found)
         return (*results, buffer)
 
-    return entry
+    return apart(entry)

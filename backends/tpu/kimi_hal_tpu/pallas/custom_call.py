@@ -29,8 +29,8 @@ class CustomCall:
         self.program, self.spec, self.op, self.arch = program, spec, op, arch
         self.computations: dict[Any, Computation] = {}
 
-    def run(self, operands: dict[str, Any]) -> list[Tensor]:
-        """Return the program's results, traced: nothing runs before torch-xla's next sync."""
+    def run(self, operands: dict[str, Any], rows: int | None = None) -> list[Tensor]:
+        """Return the program's results, traced: nothing runs before torch-xla's next sync. No ranks meet in it."""
         form, tensors = forms.split(operands)
         refuse_dynamic(
             self.op, {f"{n}.shape": s for n, t in zip(form.each, tensors, strict=True) for s in t.shape}

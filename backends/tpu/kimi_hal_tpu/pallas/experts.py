@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kimi_hal.ops.moe import MoESpec
+from kimi_hal_tpu import scales
 from kimi_hal_tpu.pallas import mxfp4
 from kimi_hal_tpu.pallas.expert_blocks import Blocks
 from kimi_hal_tpu.pallas.expert_tiles import Tiles
@@ -216,7 +217,7 @@ def multiply(work: Work, step: Array, spec: MoESpec, blocks: Blocks, float4: boo
     def _small_inputs() -> None:
         work.scale13[...] = mxfp4.small_scales(work.w13_scale[0, 0])
         work.both[...] += (
-            gate_and_up(work.inputs, work.w13.at[0, 0], work.scale13, float4) * mxfp4.BACK * mxfp4.BACK
+            gate_and_up(work.inputs, work.w13.at[0, 0], work.scale13, float4) * scales.BACK * scales.BACK
         )
 
     hidden = activation(spec, work.both[:, : blocks.columns], work.both[:, blocks.columns :])
@@ -247,7 +248,7 @@ def end(work: Work, tile: Array, own: Array) -> None:
     @pl.when(work.has_small[0] == 1)
     def _add_small() -> None:
         # Half of the factor goes before the weight, which may be as large, and half after it.
-        work.sums[...] += work.small[...] * mxfp4.BACK * column_of(work.weights[0]) * mxfp4.BACK
+        work.sums[...] += work.small[...] * scales.BACK * column_of(work.weights[0]) * scales.BACK
 
     each(own, lambda r: work.save(r, work.rows[0, 0, r]).start())
 

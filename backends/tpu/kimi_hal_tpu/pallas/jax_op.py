@@ -31,8 +31,8 @@ class JaxOp:
     def __init__(self, program: forms.Program, spec: Any, op: Any, arch: str) -> None:
         self.program, self.spec, self.op, self.arch = program, spec, op, arch
 
-    def run(self, operands: dict[str, Any]) -> list[Tensor]:
-        """Return the program's results on the device."""
+    def run(self, operands: dict[str, Any], rows: int | None = None) -> list[Tensor]:
+        """Return the program's results on the device. No ranks meet in it."""
         form, tensors = forms.split(operands)
         refuse_dynamic(
             self.op, {f"{n}.shape": s for n, t in zip(form.each, tensors, strict=True) for s in t.shape}

@@ -11,12 +11,11 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 from kimi_hal_tpu.pallas.mode import Array
+from kimi_hal_tpu.scales import SMALL
 
 #: Elements that share a scale.
 GROUP = 32
 NAN = 0x7FC00000
-#: Codes below this are small; the square of ``BACK`` undoes what they are decoded too large.
-SMALL, BACK = 64, 2.0**-32
 
 
 def decode(data: Array, scale: Array, float4: bool) -> Array:

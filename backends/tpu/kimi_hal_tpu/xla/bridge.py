@@ -14,7 +14,7 @@ from kimi_hal.dispatch.contract import BuildContext
 from kimi_hal.parallel import ownership
 from kimi_hal.parallel.groups import require
 from kimi_hal_tpu import requirements
-from kimi_hal_tpu.static import BYTES, StaticCall, operator, place, refuse_dynamic
+from kimi_hal_tpu.static import BYTES, StaticCall, apart, operator, place, refuse_dynamic
 from kimi_hal_tpu.xla.exchange import TRACE, Exchange
 
 #: A program: Spec, tensors by name -> outputs, then mutated operands.
@@ -61,7 +61,7 @@ class XLA:
         self.ctx, self.program = ctx, program
         self.op = operator(ctx)
 
-    def run(self, operands: dict[str, Any]) -> list[Tensor]:
+    def run(self, operands: dict[str, Any], rows: int | None = None) -> list[Tensor]:
         """Return the program's results: on the CPU if the operands were, else traced."""
         import torch_xla
 
@@ -71,9 +71,9 @@ class XLA:
             tensors = [t for t in (value if isinstance(value, list) else [value]) if isinstance(t, Tensor)]
             refuse_dynamic(self.op, {f"{name}.shape": size for t in tensors for size in t.shape})
         device = torch_xla.device()
-        context = {"group": self._exchange(operands.pop("rows"))} if self.op.grouped else {}
+        context = {"group": self._exchange(rows)} if self.op.grouped else {}
         with TRACE:
-            with torch.no_grad(), Traced():
+            with Traced():
                 moved = {name: _moved(value, device) for name, value in operands.items()}
                 results = list(self.program(self.ctx.spec, moved, **context))
             if self.ctx.device != "cpu":
@@ -115,4 +115,4 @@ def _test_entry(ctx: BuildContext, run: Callable[..., Any], family: Any) -> Call
         place(buffer, found)
         return (*results, buffer)
 
-    return entry
+    return apart(entry)

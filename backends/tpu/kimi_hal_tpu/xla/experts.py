@@ -11,7 +11,7 @@ from torch import Tensor
 from kimi_hal.formats import minifloat
 from kimi_hal.ops.moe import MoESpec
 from kimi_hal.reference import moe as reference
-from kimi_hal_tpu import expert_grid
+from kimi_hal_tpu import expert_grid, scales
 from kimi_hal_tpu.xla import powers
 from kimi_hal_tpu.xla.loops import repeat
 
@@ -88,13 +88,13 @@ def summed(x: Tensor, packed: Tensor, scale: Tensor, factor: Tensor) -> Tensor:
     Groups of small scales are multiplied apart, and only where there are any: their sums are 2^64 times what they
     should be until the factor is in.
     """
-    small = scale < powers.SMALL
+    small = scale < scales.SMALL
     found = torch.matmul(x, weights(packed, powers.of_large(scale)).transpose(0, 1)) * factor
 
     def add(_: Tensor, changing: list[Tensor], fixed: list[Tensor]) -> list[Tensor]:
         x, packed, scale, factor = fixed
         part = torch.matmul(x, weights(packed, powers.of_small(scale)).transpose(0, 1))
-        return [changing[0] + powers.scaled(part, powers.BACK, factor, powers.BACK)]
+        return [changing[0] + powers.scaled(part, scales.BACK, factor, scales.BACK)]
 
     return repeat(add, small.any().long(), [found], [x, packed, scale, factor])[0]
 

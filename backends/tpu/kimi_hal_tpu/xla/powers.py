@@ -9,11 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kimi_hal_tpu.scales import SMALL
+
 #: The exponent of 1 in float32, and in e8m0; float32's fraction bits; the e8m0 code of NaN, and NaN's bits.
 BIAS, FRACTION, NAN_CODE, NAN = 127, 23, 255, 0x7FC00000
-
-#: Codes below this are small: their powers of two are held 2^64 times too large, which the square of ``BACK`` undoes.
-SMALL, BACK = 64, 2.0**-32
 
 
 def halves(codes: Tensor) -> tuple[Tensor, Tensor]:
