@@ -223,7 +223,7 @@ def dtype_and_shape(
         arg: the operator's description of it.
         spec: of the call.
         dims: the letters so far; those that this operand is the first to have are bound.
-        dtype: its name, as torch and jax have it.
+        dtype: its name, as torch has it.
         shape: its sizes.
         cap: what the chosen kernel needs of it.
 
