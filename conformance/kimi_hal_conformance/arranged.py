@@ -15,6 +15,7 @@ from kimi_hal_conformance.calls import Stage
 from kimi_hal_conformance.case import Checkpoint
 from kimi_hal_conformance.oracle import OF_COMMIT, Question, layers
 from kimi_hal_conformance.poison import FILL
+from kimi_hal_conformance.sparse import CannotTryError
 
 #: The operands of ``kda_verify`` that ``kda_commit`` changes.
 OF_BOTH = ("conv_state", "state")
@@ -59,8 +60,26 @@ def _plain(stage: Stage) -> Arranged:
     """Place the operands under their own names."""
     question = stage.question
     found = stage.subject.plan(question.op.name, question)
+    _can_store(found, question.operands)
     placed = {name: _put(stage, found, name, _own(found, value)) for name, value in question.operands.items()}
     return Arranged(found, placed)
+
+
+def _can_store(found: Plan, operands: Mapping[str, Any]) -> None:
+    """Refuse to try a call whose checkpoints are not where the plan says that it can store them.
+
+    Raises:
+        CannotTryError: an offset is no multiple of the plan's.
+    """
+    if operands.get("checkpoint_offsets") is None:
+        return
+    offsets, stored = operands["checkpoint_offsets"], operands["checkpoint_ids"] >= 0
+    between = offsets[stored & (offsets % found.checkpoint_multiple != 0)].tolist()
+    if between:
+        raise CannotTryError(
+            f"it stores states after {', '.join(map(str, between))} rows; the plan can only at multiples of "
+            f"{found.checkpoint_multiple}"
+        )
 
 
 def _put(stage: Stage, found: Plan, name: str, value: Any, label: str = "") -> Any:

@@ -77,7 +77,7 @@ class Properties:
     """What an implementation promises. Which promises the suite tries stands in ``docs/conformance.md``.
 
     Args:
-        deterministic: repeated runs give the same bits.
+        deterministic: repeated runs give the same bits, whatever strides and addresses the operands have.
         batch_invariant: a row's bits depend on nothing but that row (rule 10).
         capture: how far it can stand in a graph: ``"none"``, ``"piecewise"``, ``"full"``.
         static_rows: needs ``Limits.row_buckets`` and refuses other row counts.

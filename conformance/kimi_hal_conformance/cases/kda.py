@@ -226,6 +226,9 @@ def cases() -> Iterator[Case]:
     yield case("kda_prefill/small/checkpoints", kept, make, since=INTERP)
     make = checkpointed(conv_operands(kept, ragged), (2, 16, -1))
     yield case("kda_conv/small/checkpoints", kept, make, since=INTERP)
+    for operator, operands in (("kda_prefill", prefill_operands), ("kda_conv", conv_operands)):
+        make = checkpointed(operands(kept, (133, 40, 9)), (128, 0, -1))
+        yield case(f"{operator}/small/checkpoints-of-blocks", kept, make, since=QUICK)
 
 
 def steps(label: str, spec: KDASpec, since: str, fault: int) -> Iterator[Case]:
