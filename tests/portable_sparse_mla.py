@@ -349,6 +349,18 @@ def check_a_row_of_a_request_that_is_not_there_has_no_key() -> None:
         assert (lse == -INF).all()
 
 
+def check_a_row_without_a_key_is_zero_whatever_the_scale_is() -> None:
+    latents, indices = Latents(), torch.full((2, 96), -1, dtype=torch.int32)
+    latents.fill(torch.arange(4))
+    for value in (NAN, INF, -INF):
+        for limits in (FEW, MANY):  # several parts, and one
+            for arch in ARCHITECTURES:
+                run = built(latents.spec(3, topk=96), limits, arch)
+                out, lse = run(queries(2, 3), latents.cache, indices, torch.tensor([value]))
+                assert torch.equal(out, torch.zeros_like(out)), (value, arch)
+                assert torch.equal(lse, torch.full_like(lse, -INF))
+
+
 def check_index_len_of_any_size_is_clamped() -> None:
     latents = Latents()
     keys = latents.fill(torch.arange(10))

@@ -423,7 +423,8 @@ def attend(
 
     weight = tl.sum(total, axis=0)
     lse = tl.where(top == INFINITY, weight, top + tl.log(weight))
-    share = unit / tl.where(weight == 0.0, 1.0, weight)
+    # Without a key outputs are 0, and stay so whatever the scale is.
+    share = tl.where(weight == 0.0, 1.0, unit / weight)
     if SMALL:
         share *= 2.0**SMALL / LIFT
     share = tl.where(top == INFINITY, float("nan"), share)

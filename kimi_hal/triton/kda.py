@@ -14,6 +14,8 @@ from kimi_hal.dispatch.contract import BuildContext
 #: State elements that one program of the decode step holds: 32 values x 128 channels, 16 KiB.
 STATE_TILE = 4096
 NO_BOUND = 0.0
+#: The smallest normal float32.
+TINY = tl.constexpr(2.0**-126)
 
 
 @triton.jit
@@ -24,16 +26,27 @@ def sigmoid(x):
 
 
 @triton.jit
-def decay(raw, rate, LOWER_BOUND: tl.constexpr):
+def times_exp(x, y, log_x):
+    """Return x · exp(y) for x ≥ 0: through logarithms where a factor is beyond the normal numbers, else directly."""
+    factor = tl.exp(y)
+    direct = (x >= TINY) & (factor >= TINY) & (factor < float("inf"))
+    return tl.where(direct, x * factor, tl.exp(y + log_x))
+
+
+@triton.jit
+def decay(raw, log_rate, LOWER_BOUND: tl.constexpr):
     """Return the natural-log decay of raw gates that already carry their bias; 0.0 means no lower bound."""
     if LOWER_BOUND != 0.0:
-        return LOWER_BOUND * sigmoid(rate * raw)
+        size = tl.abs(raw)
+        product = times_exp(size, log_rate, tl.log(size))
+        return LOWER_BOUND * sigmoid(tl.where(raw < 0, -product, product))
     # softplus: log(1 + x) loses the digits of a small x, ln(1 + x) = 2 artanh(x / (2 + x)) does not
     small = tl.exp(-tl.abs(raw))
     z = small / (2.0 + small)
     artanh = z + z * z * z * (1 / 3 + z * z * (1 / 5 + z * z * (1 / 7)))
     log1p = tl.where(small < 0.25, 2.0 * artanh, tl.log(1.0 + small))
-    return -rate * tl.where(raw > 20.0, raw, tl.maximum(raw, 0.0) + log1p)
+    softplus = tl.where(raw > 20.0, raw, tl.maximum(raw, 0.0) + log1p)
+    return -times_exp(softplus, log_rate, tl.where(raw < -40.0, raw, tl.log(softplus)))
 
 
 @triton.jit
@@ -63,7 +76,7 @@ def _gate(
     inside = channel < K
     raw = tl.load(raw_g + row * g_row + head * g_head + channel, mask=inside, other=0.0).to(tl.float32)
     bias = tl.load(dt_bias + head * K + channel, mask=inside, other=0.0)
-    g = decay(raw + bias, tl.exp(tl.load(A_log + head)), LOWER_BOUND)
+    g = decay(raw + bias, tl.load(A_log + head), LOWER_BOUND)
     tl.store(g_out + row * g_out_row + head * g_out_head + channel, g, mask=inside)
     beta = tl.load(raw_beta + row * beta_row + head).to(tl.float32)
     tl.store(beta_out + row * beta_out_row + head, sigmoid(beta))
@@ -171,7 +184,7 @@ def _decode(
         b = tl.load(beta + row * beta_row + head).to(tl.float32)
         if RAW_GATE:
             g += tl.load(dt_bias + head * K + channel, mask=inside_k, other=0.0)
-            g = decay(g, tl.exp(tl.load(A_log + head)), LOWER_BOUND)
+            g = decay(g, tl.load(A_log + head), LOWER_BOUND)
             b = sigmoid(b)
         qs, ks = unit(qs, NORM) * scale, unit(ks, NORM)
         mask = inside_v[:, None] & inside_k[None, :]
