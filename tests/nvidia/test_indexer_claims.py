@@ -19,6 +19,7 @@ from kimi_hal.ops.topk_merge import TopKSpec
 from kimi_hal_nvidia import scores, sizes, topk
 from kimi_hal_nvidia.implementations import IMPLEMENTATIONS
 from kimi_hal_nvidia.indexer_claims import INDEXER
+from kimi_hal_nvidia.layouts import Layout
 from kimi_hal_nvidia.parameters import Parameters
 
 H200 = matching.Target("sm_90", {"nvidia-driver": "580.159"})
@@ -109,6 +110,7 @@ class Launched(topk.Selector):
         self.launch = {what: self.note(what) for what in topk.FORMS}
         self.stream, self.topk, self.page = lambda: 7, 4, 1
         self.shard, self.emission, self.facts = (1, 0, 1), (1, 0, 0), ()
+        self.layout = Layout()
 
     def note(self, what: str) -> Any:
         return lambda *grid: self.launched.append((what, *grid))

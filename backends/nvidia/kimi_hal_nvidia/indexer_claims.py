@@ -57,6 +57,7 @@ SOURCE = tuple(
         "cubins.py",
         "driver.py",
         "indexer.py",
+        "layouts.py",
         "parameters.py",
         "scores.py",
         "streams.py",

@@ -16,12 +16,16 @@ from kimi_hal.ops.operator import torch_dtype
 from kimi_hal.ops.spec import Limits
 from kimi_hal.parallel import ownership
 from kimi_hal_nvidia import driver
+from kimi_hal_nvidia.indexer_claims import PAGES
+from kimi_hal_nvidia.layouts import Layout
 from kimi_hal_nvidia.parameters import Parameters
 from kimi_hal_nvidia.streams import device_index, on_device, raw_stream
 
 #: ``struct Scoring`` of ``scores.cuh``: addresses, then numbers.
 ADDRESSES, NUMBERS = 8, "10q 11i 4x"
 PAGE = 64
+#: Where the cache stands among the operands, and what its address is a multiple of.
+CACHE, ALIGN = 3, PAGES.align
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,7 @@ class Scorer:
         )
         self.parameters = Parameters(ADDRESSES, NUMBERS)
         self.facts: tuple[Any, ...] = ()
+        self.layout = Layout()
         self.launch = driver.launcher(kernel, self.parameters.address)
         self.stream = raw_stream(index)
         self.blocks = torch.cuda.get_device_properties(index).multi_processor_count
@@ -130,6 +135,18 @@ class Scorer:
             int(spec.score == "bfloat16"),
             int(fmt.scale == "ue8m0x4"),
         )
+
+    def again(self, *tensors: Any) -> bool:
+        """Do what was done last, if these, operands and output, are laid out like those; else nothing. Tell which."""
+        with self.parameters.lock:
+            if not self.layout.same(*tensors):
+                return False
+            addresses = [tensor.data_ptr() for tensor in tensors]
+            if addresses[CACHE] % ALIGN:
+                return False
+            self.parameters.point(*addresses)
+            self.launch(self.blocks, 1, self.stream())
+        return True
 
     def __call__(self, given: Operands, out: Tensor) -> None:
         """Write the scores of every row into ``out [T, L]``; there is at least one row."""
@@ -150,8 +167,11 @@ class Scorer:
         )
         with self.parameters.lock:
             if facts != self.facts:
+                self.layout.forget()
                 self.learn(given, out)
                 self.facts = facts
+            else:
+                self.layout.learn(*given, out)
             self.parameters.point(
                 q.data_ptr(),
                 q_scale.data_ptr(),
@@ -202,6 +222,9 @@ def build_indexer_logits(ctx: BuildContext) -> Callable[..., Any]:
         out: Any = None,
         workspace: Any = None,
     ) -> Any:
+        unusual = step is not None or workspace is not None
+        if not unusual and score.again(q, q_scale, weights, cache, block_table, row_req, row_len, out):
+            return out
         check(
             q=q,
             q_scale=q_scale,
