@@ -62,6 +62,17 @@ def counted(x: Tensor) -> Tensor:
     return torch.arange(x.shape[1], device=D, dtype=torch.float32).expand_as(x)
 
 
+def alike(x: Tensor) -> Tensor:
+    """Return scores that change slowly along a row, as those of text do."""
+    total = torch.nn.functional.pad(x, (64, 0)).cumsum(1)
+    return (total[:, 64:] - total[:, :-64]).contiguous()
+
+
+def in_one_place(x: Tensor) -> Tensor:
+    x[:, 500:3700] += 20
+    return x
+
+
 KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "normal": lambda x: x,
     "positive": lambda x: x.abs() * 3 + 100,
@@ -74,6 +85,8 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "few-numbers": few_numbers,
     "least": lambda x: torch.full_like(x, -math.inf),
     "rounded": lambda x: x.bfloat16().float(),
+    "alike": alike,
+    "in-one-place": in_one_place,
 }
 #: Around k, around what a block holds in registers, around what it has room for, and long.
 WIDTHS = (2048, 2049, 8184, 8185, 8191, 8192, 8193, 20000, 40001, 131072, 300007, 1 << 20)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from ctypes import c_void_p
+from ctypes import c_void_p, string_at
 from struct import unpack_from
 from types import SimpleNamespace
 from typing import Any
@@ -14,14 +14,15 @@ import torch
 from kimi_hal.dispatch.contract import BuildContext, Sizes
 from kimi_hal.errors import ContractError
 from kimi_hal.ops import OPERATORS, check
-from kimi_hal.ops.indexer import IndexerSpec
+from kimi_hal.ops.indexer import IndexerSpec, IndexerTopKSpec
 from kimi_hal.ops.spec import Limits, Spec
 from kimi_hal.ops.topk_merge import TopKSpec
-from kimi_hal_nvidia import driver, scores, streams, topk
+from kimi_hal_nvidia import driver, indexer, scores, streams, topk
 from kimi_hal_nvidia.indexer_claims import INDEXER
 from kimi_hal_nvidia.layouts import Layout
 
 LIMITS = Limits(max_rows=2, max_reqs=2, max_context=8192)
+SIZES = Sizes(workspace=2 * 8192 * 4)
 Call = dict[str, Any]
 
 
@@ -30,14 +31,21 @@ class Driver:
 
     def __init__(self) -> None:
         self.launched: list[bytes] = []
-        self.checked = 0
+        self.rows: list[bytes] = []
+        self.checked, self.fails = 0, False
 
     def launcher(self, kernel: driver.Kernel, parameters: int, **_: Any) -> Callable[..., None]:
-        return lambda *_: self.launched.append(driver.ctypes.string_at(parameters, 64))
+        def launch(*_: int) -> None:
+            if self.fails:
+                raise RuntimeError("no launch")
+            self.launched.append(string_at(parameters, 64))
+            self.rows.append(string_at(parameters + 64, 96))
+
+        return launch
 
     def build(self, operator: str, spec: Spec) -> Callable[..., Any]:
         claim = next(i for i in INDEXER if (i.operator, i.name) == (operator, "cuda")).capabilities[0]
-        asked = check.compiled(OPERATORS[operator], spec, LIMITS, capability=claim, device="cpu")
+        asked = check.compiled(OPERATORS[operator], spec, LIMITS, SIZES, capability=claim, device="cpu")
 
         def counted(**operands: Any) -> None:
             self.checked += 1
@@ -49,13 +57,13 @@ class Driver:
             limits=LIMITS,
             device="cpu",
             arch="sm_90",
-            sizes=Sizes(),
+            sizes=SIZES,
             group=None,
             persistent=None,
             check=counted,
             settings={},
         )
-        module = {"indexer_logits": scores, "topk_select": topk}[operator]
+        module = {"indexer_logits": scores, "indexer_topk": indexer, "topk_select": topk}[operator]
         run: Callable[..., Any] = getattr(module, f"build_{operator}")(context)
         return run
 
@@ -87,6 +95,17 @@ def scored() -> Call:
     }
 
 
+def searched() -> Call:
+    room = torch.empty(SIZES.workspace + 256, dtype=torch.uint8)
+    first = -room.data_ptr() % 256
+    outputs = {
+        "out": torch.empty(2, 64, dtype=torch.int32),
+        "scores_out": torch.empty(2, 0),
+        "workspace": room[first : first + SIZES.workspace],
+    }
+    return scored() | outputs
+
+
 def selected() -> Call:
     return {
         "scores": torch.empty(2, 8192),
@@ -98,6 +117,7 @@ def selected() -> Call:
 
 CALLS: dict[str, tuple[Spec, Callable[[], Call]]] = {
     "indexer_logits": (IndexerSpec(index="index.fp8.e4m3fn.pow2.page64", num_heads=32), scored),
+    "indexer_topk": (IndexerTopKSpec(index="index.fp8.e4m3fn.pow2.page64", num_heads=32, topk=64), searched),
     "topk_select": (TopKSpec(topk=64), selected),
 }
 OPERANDS = [(operator, name) for operator, (_, call) in CALLS.items() for name in call()]
@@ -109,8 +129,26 @@ WORSE: dict[str, Callable[[Any], Any]] = {
     "no tensor": lambda _: [1],
 }
 #: Operands whose last size is the caller's.
-FREE = {("indexer_logits", "block_table"), ("indexer_logits", "out"), ("topk_select", "scores")}
+FREE = {
+    ("indexer_logits", "block_table"),
+    ("indexer_logits", "out"),
+    ("indexer_topk", "block_table"),
+    ("indexer_topk", "workspace"),
+    ("topk_select", "scores"),
+}
 BAD = [(*one, kind) for one in OPERANDS for kind in WORSE if kind != "size" or one not in FREE]
+
+
+def addresses(operator: str, one: Call) -> list[list[int]]:
+    """Return those that each launch of a call is given."""
+    at = {name: tensor.data_ptr() for name, tensor in one.items()}
+    if operator == "topk_select":
+        return [[at["scores"], at["row_len"], 0, at["out"], at["scores_out"], 0, 0]]
+    operands = [at[name] for name in scored() if name != "out"]
+    if operator == "indexer_logits":
+        return [[*operands, at["out"]]]
+    room, rest = at["workspace"], [at["block_table"], at["row_req"]]
+    return [[*operands, room], [room, at["row_len"], 0, at["out"], at["scores_out"], *rest]]
 
 
 @pytest.mark.parametrize("operator", CALLS)
@@ -122,11 +160,10 @@ def test_the_third_call_of_one_layout_is_not_checked_and_launches_its_own_addres
     for one in calls:
         run(**one)
     assert faked.checked == 2
-    for one, launched in zip(calls, faked.launched, strict=True):
-        given = [t.data_ptr() for t in one.values()]
-        if operator == "topk_select":
-            given = [*given[:2], 0, *given[2:], 0, 0]
-        assert unpack_from(f"{len(given)}Q", launched) == tuple(given)
+    expected = [launch for one in calls for launch in addresses(operator, one)]
+    assert [
+        list(unpack_from(f"{len(e)}Q", got)) for e, got in zip(expected, faked.launched, strict=True)
+    ] == expected
 
 
 @pytest.mark.parametrize("operator", CALLS)
@@ -135,13 +172,11 @@ def test_another_layout_is_checked_and_so_is_the_first_when_it_comes_back(
 ) -> None:
     spec, call = CALLS[operator]
     run, large = faked.build(operator, spec), call()
-    small = {n: t if n == "cache" else t[:1] for n, t in large.items()}
-    if operator == "indexer_logits":
-        small["block_table"] = large["block_table"]
+    small = {n: t if n in {"cache", "block_table", "workspace"} else t[:1] for n, t in large.items()}
     for one in (large, large, large, small, large, large, large):
         run(**one)
     assert faked.checked == 5
-    assert len(faked.launched) == 7
+    assert len(faked.launched) == 7 * len(addresses(operator, large))
 
 
 @pytest.mark.parametrize(("operator", "name", "kind"), BAD)
@@ -154,18 +189,46 @@ def test_what_the_check_refuses_is_refused_behind_recognised_calls(
         run(**good)
     with pytest.raises(ContractError, match=name):
         run(**good | {name: WORSE[kind](good[name])})
-    assert len(faked.launched) == 3
+    assert len(faked.launched) == 3 * len(addresses(operator, good))
 
 
-def test_a_cache_at_an_odd_address_is_refused_behind_recognised_calls(faked: Driver) -> None:
-    spec, call = CALLS["indexer_logits"]
-    run, good = faked.build("indexer_logits", spec), call()
+@pytest.mark.parametrize("operator", ["indexer_logits", "indexer_topk"])
+def test_a_cache_at_an_odd_address_is_refused_behind_recognised_calls(faked: Driver, operator: str) -> None:
+    spec, call = CALLS[operator]
+    run, good = faked.build(operator, spec), call()
     for _ in range(3):
         run(**good)
     odd = torch.empty(9 * 8448 + 32, dtype=torch.uint8)
     first = -odd.data_ptr() % 16 + 1
     with pytest.raises(ContractError, match="cache must start at a multiple of 16 bytes, starts 1 past one"):
         run(**good | {"cache": odd[first : first + 9 * 8448].view(9, 8448)})
+
+
+def test_a_workspace_at_an_odd_address_is_refused_behind_recognised_calls(faked: Driver) -> None:
+    spec, call = CALLS["indexer_topk"]
+    run, good = faked.build("indexer_topk", spec), call()
+    for _ in range(3):
+        run(**good)
+    odd = torch.empty(SIZES.workspace + 512, dtype=torch.uint8)
+    first = -odd.data_ptr() % 256 + 16
+    with pytest.raises(
+        ContractError, match="workspace must start at a multiple of 256 bytes, starts 16 past one"
+    ):
+        run(**good | {"workspace": odd[first : first + SIZES.workspace]})
+
+
+def test_a_search_behind_one_that_failed_is_made_from_its_own_numbers(faked: Driver) -> None:
+    spec, call = CALLS["indexer_topk"]
+    run, large = faked.build("indexer_topk", spec), call()
+    small = {n: t if n in {"cache", "block_table", "workspace"} else t[:1] for n, t in large.items()}
+    for _ in range(3):
+        run(**large)
+    faked.fails = True
+    with pytest.raises(RuntimeError, match="no launch"):
+        run(**small)
+    faked.fails = False
+    run(**large)
+    assert faked.rows[-2:] == faked.rows[:2]
 
 
 def test_rows_at_another_place_in_a_vector_are_no_layout_of_before(faked: Driver) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +10,12 @@ import torch
 from torch import Tensor
 
 from kimi_hal.dispatch.contract import BuildContext
+from kimi_hal.ops.check import WORKSPACE_ALIGN
 from kimi_hal.ops.indexer import logits_width
 from kimi_hal.ops.operator import torch_dtype
 from kimi_hal.triton import sizes
-from kimi_hal_nvidia.scores import Operands, Scorer
+from kimi_hal_nvidia.layouts import Layout
+from kimi_hal_nvidia.scores import ALIGN, CACHE, Operands, Scorer
 from kimi_hal_nvidia.streams import on_device
 from kimi_hal_nvidia.topk import Selector
 
@@ -24,11 +27,40 @@ class Searcher:
         self.page, self.dtype = ctx.spec.page, torch_dtype(ctx.spec.score)
         self.score, self.select = Scorer(ctx), Selector(ctx)
         self.width = logits_width(ctx.spec, ctx.limits, 0)
+        self.layout, self.lock = Layout(), threading.Lock()
+
+    def again(self, given: Operands, out: Any, scores_out: Any, workspace: Any) -> bool:
+        """Do what was done last, if all of these are laid out like those of then; else nothing. Tell which."""
+        with self.lock:
+            if not self.layout.same(*given, out, scores_out, workspace):
+                return False
+            addresses, at = [tensor.data_ptr() for tensor in given], workspace.data_ptr()
+            if at % WORKSPACE_ALIGN or addresses[CACHE] % ALIGN:
+                return False
+            *_, table, row_req, row_len = addresses
+            self.score.start(*addresses, at)
+            self.select.start(at, row_len, 0, out.data_ptr(), scores_out.data_ptr(), table, row_req)
+        return True
 
     def __call__(
         self, given: Operands, out: Tensor, scores_out: Tensor, workspace: Tensor | None, every: Tensor | None
     ) -> None:
         """Fill the outputs of every row; ``every`` receives all scores. There is at least one row."""
+        with self.lock:
+            scored, selected = self.score.facts, self.select.facts
+            try:
+                at_once = self.search(given, out, scores_out, workspace, every)
+            finally:
+                same = scored is self.score.facts and selected is self.select.facts
+                if not same:
+                    self.layout.forget()
+            if same and at_once and workspace is not None:
+                self.layout.learn(*given, out, scores_out, workspace)
+
+    def search(
+        self, given: Operands, out: Tensor, scores_out: Tensor, workspace: Tensor | None, every: Tensor | None
+    ) -> bool:
+        """Do so, and return whether scores of all rows were there at once, and nowhere else."""
         rows, itemsize = given.q.shape[0], self.dtype.itemsize
         room = min(given.block_table.shape[1] * self.page, self.width)
         width = max(self.page, -(-room // self.page) * self.page)
@@ -55,6 +87,7 @@ class Searcher:
             if every is not None:
                 kept = min(room, every.shape[1])
                 every[some, :kept] = held[:, :kept]
+        return rows <= together and every is None
 
 
 def build_indexer_topk(ctx: BuildContext) -> Callable[..., Any]:
@@ -65,6 +98,9 @@ def build_indexer_topk(ctx: BuildContext) -> Callable[..., Any]:
     def call(
         given: Operands, step: Any, out: Any, scores_out: Any, workspace: Any, every: Any = None
     ) -> tuple[Any, Any]:
+        unusual = step is not None or every is not None
+        if not unusual and search.again(given, out, scores_out, workspace):
+            return out, scores_out
         check(
             q=given.q,
             q_scale=given.q_scale,

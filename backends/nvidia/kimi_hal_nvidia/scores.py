@@ -144,9 +144,13 @@ class Scorer:
             addresses = [tensor.data_ptr() for tensor in tensors]
             if addresses[CACHE] % ALIGN:
                 return False
-            self.parameters.point(*addresses)
-            self.launch(self.blocks, 1, self.stream())
+            self.start(*addresses)
         return True
+
+    def start(self, *addresses: int) -> None:
+        """Launch with the numbers that are there, over operands and output at these addresses."""
+        self.parameters.point(*addresses)
+        self.launch(self.blocks, 1, self.stream())
 
     def __call__(self, given: Operands, out: Tensor) -> None:
         """Write the scores of every row into ``out [T, L]``; there is at least one row."""
@@ -172,17 +176,7 @@ class Scorer:
                 self.facts = facts
             else:
                 self.layout.learn(*given, out)
-            self.parameters.point(
-                q.data_ptr(),
-                q_scale.data_ptr(),
-                weights.data_ptr(),
-                cache.data_ptr(),
-                table.data_ptr(),
-                row_req.data_ptr(),
-                row_len.data_ptr(),
-                out.data_ptr(),
-            )
-            self.launch(self.blocks, 1, self.stream())
+            self.start(*[tensor.data_ptr() for tensor in (*given, out)])
 
     def learn(self, given: Operands, out: Tensor) -> None:
         """Write down the numbers of these shapes."""

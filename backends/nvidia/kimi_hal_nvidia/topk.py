@@ -90,7 +90,7 @@ class Selector:
         slots = indexer and spec.emit == "slot"
         self.emission = (int(spec.return_selected), int(slots), int(spec.score == "bfloat16"))
         self.facts: tuple[Any, ...] = ()
-        self.what, self.blocks = "", 1
+        self.what, self.blocks, self.grid = "", 1, 0
         self.layout = Layout()
 
     def again(self, scores: Any, row_len: Any, out: Any, scores_out: Any, *start: Any) -> bool:
@@ -102,9 +102,13 @@ class Selector:
             if at % 16 != self.facts[0]:
                 return False
             first = start[0].data_ptr() if start else 0
-            self.parameters.point(at, row_len.data_ptr(), first, out.data_ptr(), scores_out.data_ptr(), 0, 0)
-            self.launch[self.what](scores.shape[0] * self.blocks, 1, self.stream(), self.blocks)
+            self.start(at, row_len.data_ptr(), first, out.data_ptr(), scores_out.data_ptr(), 0, 0)
         return True
+
+    def start(self, *addresses: int) -> None:
+        """Launch with the numbers that are there, over operands and outputs at these addresses."""
+        self.parameters.point(*addresses)
+        self.launch[self.what](self.grid, 1, self.stream(), self.blocks)
 
     def __call__(
         self,
@@ -151,7 +155,7 @@ class Selector:
                 self.layout.learn(
                     scores, row_len, out, scores_out, *(() if row_start is None else (row_start,))
                 )
-            self.parameters.point(
+            self.start(
                 at,
                 row_len.data_ptr(),
                 0 if row_start is None else row_start.data_ptr(),
@@ -160,7 +164,6 @@ class Selector:
                 0 if table is None else table.data_ptr(),
                 0 if row_req is None else row_req.data_ptr(),
             )
-            self.launch[self.what](scores.shape[0] * self.blocks, 1, self.stream(), self.blocks)
 
     def learn(
         self,
@@ -185,6 +188,7 @@ class Selector:
             self.what, self.blocks = "wide", blocks_of(rows, width)
         else:
             self.what, self.blocks = "many", 1
+        self.grid = rows * self.blocks
         self.parameters.tell(
             scores.stride(0) if width else 0,  # a row of nothing has no address, and none beside another's
             out.stride(0),
