@@ -78,7 +78,7 @@ LAYOUTS = """
 int main() {
   printf("%zu %zu\\n", sizeof(Selection), sizeof(Scoring));
   printf("%zu %zu %zu ", sizeof(HeldRoom<512, false>), sizeof(HeldRoom<512, true>), sizeof(HeldRoom<1024, true>));
-  printf("%zu %zu\\n", sizeof(Room<16, 512, 16384, true>), sizeof(Room<16, 256, 4096, false>));
+  printf("%zu %zu\\n", sizeof(Room<512, 8192, 16384, true>), sizeof(Room<512, 5632, 4096, false>));
 """
 
 

@@ -8,7 +8,7 @@ from kimi_hal_nvidia.scores import RINGS
 from kimi_hal_nvidia.topk import CLUSTERS, FORMS
 
 #: Rows of scores are read by vectors of 16 bytes.
-WIDE_LOADS = Instruction(r"LDG\.E\.128", "scores are read sixteen bytes a thread at a time")
+WIDE_LOADS = Instruction(r"LDG(STS)?\.E\.(BYPASS\.)?128", "scores are read sixteen bytes a thread at a time")
 BULK_COPY = Instruction(r"UBLKCP", "a page of keys is one asynchronous copy")
 CLUSTER = Instruction(r"UCGABAR_ARV", "blocks of a cluster meet before they read each other's candidates")
 FP8_PRODUCTS = Instruction(r"QGMMA|QMMA|UTCQMMA", "FP8 products are added with few bits")

@@ -26,7 +26,7 @@ FORMS = {
     "team": ("topk_team", 512, 90720),
     "large_team": ("topk_team", 1024, 123488),
     "wide": ("topk_wide", 512, 176736),
-    "many": ("topk_many", 512, 66192),
+    "many": ("topk_many", 512, 103056),
 }
 #: Forms in which a row belongs to a cluster of blocks.
 CLUSTERS = ("team", "large_team", "wide")

@@ -23,20 +23,32 @@ __device__ __forceinline__ u32 places_of(u32 counts, u32* room, u32 (&places)[FI
   return __reduce_add_sync(EVERY, sums);
 }
 
-// The keys of a thread, in sets of bits.
-template <typename Score, int THREADS>
+template <typename Score, bool RAW>
+struct KeptAs {
+  using Type = float;
+};
+template <typename Score>
+struct KeptAs<Score, true> {
+  using Type = Score;
+};
+
+// The keys of a thread, in sets of bits. Their scores stand in shared memory: RAW as they came, which they did by
+// themselves, else trimmed and rounded.
+template <typename Score, bool ROUND, int THREADS, bool RAW>
 struct Held {
+  using Kept = typename KeptAs<Score, RAW>::Type;
   static constexpr int WIDTH = Vector<Score>::WIDTH, KEYS = 16, VECTORS = KEYS / WIDTH, PAIRS = KEYS / 2;
   static constexpr int BITS = 32 / VECTORS;
   static constexpr u32 OF_VECTOR = 0x00010001u * ((1 << WIDTH / 2) - 1) << 8;  // a vector's bits in a set of keys
 
   int first;         // position of this lane's first key
-  float* scores;     // the block's, each thread's own
+  Kept* scores;      // the block's, each thread's own
   u32 pair[PAIRS];   // bins
 
   __device__ __forceinline__ float score_of_bit(int bit) const {
     int i = bit % 8 * 2 + bit / 16;
-    return scores[(i / WIDTH * THREADS + threadIdx.x) * WIDTH + i % WIDTH];
+    float x = as_float(scores[(i / WIDTH * THREADS + threadIdx.x) * WIDTH + i % WIDTH]);
+    return RAW && ROUND ? rounded(x) : x;
   }
 
   // Position of a key by its bit in a set: keys 2 j and 2 j + 1 have bits 8 + j and 24 + j.
@@ -46,7 +58,6 @@ struct Held {
   }
 
   // Takes scores; those outside of [from, to) count as NaN.
-  template <bool ROUND>
   __device__ __forceinline__ void take(Vector<Score> (&v)[VECTORS], int from, int to) {
 #pragma unroll
     for (int i = 0; i < VECTORS; i++) {
@@ -62,7 +73,7 @@ struct Held {
 #pragma unroll
       for (int j = 0; j < WIDTH; j += 2) pair[(i * WIDTH + j) / 2] = pair_of_bins(v[i].x[j], v[i].x[j + 1]);
 #pragma unroll
-      for (int j = 0; j < WIDTH; j += 4) {
+      for (int j = 0; !RAW && j < WIDTH; j += 4) {
         *reinterpret_cast<float4*>(&scores[(i * THREADS + threadIdx.x) * WIDTH + j]) =
             make_float4(v[i].x[j], v[i].x[j + 1], v[i].x[j + 2], v[i].x[j + 3]);
       }
@@ -104,7 +115,7 @@ struct Held {
     return counts;
   }
 
-  // Stages the positions of the keys of a set, in order.
+  // Writes the positions of the keys of a set, in order, to shared or to global memory.
   __device__ __forceinline__ void put(int* staged, u32 set, const u32 (&places)[VECTORS]) const {
 #pragma unroll
     for (int i = 0; i < VECTORS; i++) {
@@ -152,62 +163,123 @@ struct HeldRoom {
   float scores[16 * THREADS];
 };
 
-template <typename Score, bool ROUND, int THREADS, bool CLUSTERED>
-__device__ __forceinline__ void select_held(const Selection& p) {
-  using Keys = Held<Score, THREADS>;
-  using This = Row<Score, ROUND, THREADS, CLUSTERED>;
+// Copies 16 bytes; whoever asked for them waits for them.
+__device__ __forceinline__ void copy_vector(u32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void await_vectors() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// What is computed of a number from here on is computed from here on: not before, and not in several places again.
+__device__ __forceinline__ void keep_here(int& number) { asm volatile("" : "+r"(number)); }
+__device__ __forceinline__ void keep_here(u32& number) { asm volatile("" : "+r"(number)); }
+template <typename T>
+__device__ __forceinline__ void keep_here(const T*& address) {
+  asm volatile("" : "+l"(address));
+}
+
+// Chooses among the keys of a block, or of a cluster, and writes the winners.
+template <bool DIRECT, typename This, typename Keys, typename Chooser, int THREADS>
+__device__ __forceinline__ void select_from(const This& row, const Keys& keys, Chooser& together, Tally& t, int from,
+                                            int to) {
+  HeldOf<This, Keys> held{row, keys, from, to};
+  Cut cut = together.choose(held);
+  u32 won = keys.from_bin(cut.bin + 1), places[Keys::VECTORS];
+#pragma unroll 1
+  for (u32 set = held.of_bin(cut.bin); set; set &= set - 1) {
+    if (held.strict_of(set) >= cut.cut) won |= set & -set;
+  }
+  u32 mine = places_of<THREADS>(keys.counts_of(won), t.sums[together.turn ^= 1], places);
+  if (DIRECT && !row.p.selected) {
+    keys.put(row.p.out + row.row * row.p.out_row + cut.above, won, places);
+  } else {
+    keys.put(stage(t), won, places);
+    __syncthreads();
+    row.write(stage(t), cut.above, mine);
+  }
+}
+
+// A row of a cluster of blocks.
+template <typename Score, bool ROUND, int THREADS>
+__device__ __forceinline__ void select_together(const Selection& p) {
+  using Keys = Held<Score, ROUND, THREADS, false>;
+  using This = Row<Score, ROUND, THREADS, true>;
+  using Chooser = Together<This, THREADS, true, LIKES>;
   constexpr int WIDTH = Keys::WIDTH;
   extern __shared__ __align__(16) unsigned char memory[];
-  auto& room = *reinterpret_cast<HeldRoom<THREADS, CLUSTERED>*>(memory);
-  auto& m = room.exchange;
-  Tally& t = m.tally;
+  auto& room = *reinterpret_cast<HeldRoom<THREADS, true>*>(memory);
+  Tally& t = room.exchange.tally;
   This row(p);
-  Together<This, THREADS, CLUSTERED, LIKES> together{p, row, m, t, 0, 0, false};
+  wait_for_leader();
+  Chooser together{p, row, room.exchange, t, 0, 0, false};
   Keys keys;
   keys.scores = room.scores;
   Vector<Score> v[Keys::VECTORS];
-  keys.first = (warp() * Keys::VECTORS * 32 + lane()) * WIDTH - row.skew;
-  int begin = -row.skew, end;
-  if constexpr (CLUSTERED) {
-    row.measure();
-    int vectors = (row.n + row.skew + WIDTH - 1) / WIDTH, share = (vectors + p.blocks - 1) / p.blocks;
-    begin += row.rank * share * WIDTH;
-    keys.first += row.rank * share * WIDTH;
-    end = min(row.n, begin + share * WIDTH);
-  } else {
-    end = p.width - row.start;  // keys come before the row's length is known
-  }
+  row.measure();
+  int vectors = (row.n + row.skew + WIDTH - 1) / WIDTH, share = (vectors + p.blocks - 1) / p.blocks;
+  int begin = row.rank * share * WIDTH - row.skew, end = min(row.n, begin + share * WIDTH);
+  keys.first = (warp() * Keys::VECTORS * 32 + lane()) * WIDTH + begin;
 #pragma unroll
   for (int i = 0; i < Keys::VECTORS; i++) {
     int place = keys.first + i * 32 * WIDTH;
     if (place < end) v[i].load(row.at + place);
   }
   together.clear();
-  if constexpr (!CLUSTERED) {
-    row.measure();
-    end = row.n;
-  }
   __syncthreads();
   together.meet_blocks();
   if (row.n <= p.k) {
     row.take_all();
   } else {
-    keys.template take<ROUND>(v, max(0, begin), end);
-    HeldOf<This, Keys> held{row, keys, max(0, begin), end};
-    Cut cut = together.choose(held);
-    u32 won = keys.from_bin(cut.bin + 1), places[Keys::VECTORS];
-#pragma unroll 1
-    for (u32 set = held.of_bin(cut.bin); set; set &= set - 1) {
-      if (held.strict_of(set) >= cut.cut) won |= set & -set;
-    }
-    u32 mine = places_of<THREADS>(keys.counts_of(won), t.sums[together.turn ^= 1], places);
-    keys.put(stage(t), won, places);
-    __syncthreads();
-    row.write(stage(t), cut.above, mine);
+    keys.take(v, max(0, begin), end);
+    select_from<false, This, Keys, Chooser, THREADS>(row, keys, together, t, max(0, begin), end);
   }
   if (p.slots) {
-    if constexpr (CLUSTERED) cluster_sync();
-    else __syncthreads();
+    cluster_sync();
+    row.to_slots(t, together.turn ^ 1);
+  }
+}
+
+// A row of one block, whose keys come before its length is known.
+template <typename Score, bool ROUND, int THREADS>
+__device__ __forceinline__ void select_alone(const Selection& p) {
+  using Keys = Held<Score, ROUND, THREADS, true>;
+  using This = Row<Score, ROUND, THREADS, false>;
+  using Chooser = Together<This, THREADS, false, LIKES>;
+  constexpr int WIDTH = Keys::WIDTH, VECTORS = Keys::VECTORS;
+  extern __shared__ __align__(16) unsigned char memory[];
+  auto& room = *reinterpret_cast<HeldRoom<THREADS, false>*>(memory);
+  Tally& t = room.exchange.tally;
+  This row(p);
+  wait_for_leader();
+  Chooser together{p, row, room.exchange, t, 0, 0, false};
+  Keys keys;
+  keys.scores = reinterpret_cast<Score*>(room.scores);
+  keys.first = (warp() * VECTORS * 32 + lane()) * WIDTH - row.skew;
+  const Score* from = row.at + keys.first;
+  u32 to = shared_address(keys.scores + threadIdx.x * WIDTH);
+  int left = p.width - row.start - keys.first;
+  keep_here(from), keep_here(to);
+#pragma unroll
+  for (int i = 0; i < VECTORS; i++) {
+    if (i * 32 * WIDTH < left) copy_vector(to + i * THREADS * 16, from + i * 32 * WIDTH);
+  }
+  together.clear();
+  keep_here(row.length);
+  row.measure();
+  __syncthreads();
+  await_vectors();
+  if (row.n <= p.k) {
+    row.take_all();
+  } else {
+    Vector<Score> v[VECTORS];
+#pragma unroll
+    for (int i = 0; i < VECTORS; i++) {
+      v[i].take(*reinterpret_cast<const uint4*>(keys.scores + (i * THREADS + threadIdx.x) * WIDTH));
+    }
+    keys.take(v, 0, row.n);
+    select_from<true, This, Keys, Chooser, THREADS>(row, keys, together, t, 0, row.n);
+  }
+  if (p.slots) {
+    __syncthreads();
     row.to_slots(t, together.turn ^ 1);
   }
 }

@@ -35,17 +35,17 @@ template <>
 struct Vector<float> {
   static constexpr int WIDTH = 4;
   float x[4];
-  __device__ __forceinline__ void load(const float* at) {
-    float4 v = __ldg(reinterpret_cast<const float4*>(at));
-    x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
+  __device__ __forceinline__ void take(uint4 v) {
+    x[0] = __uint_as_float(v.x), x[1] = __uint_as_float(v.y), x[2] = __uint_as_float(v.z), x[3] = __uint_as_float(v.w);
   }
+  __device__ __forceinline__ void load(const float* at) { take(__ldg(reinterpret_cast<const uint4*>(at))); }
 };
 template <>
 struct Vector<__nv_bfloat16> {
   static constexpr int WIDTH = 8;
   float x[8];
-  __device__ __forceinline__ void load(const __nv_bfloat16* at) {
-    uint4 v = __ldg(reinterpret_cast<const uint4*>(at));
+  __device__ __forceinline__ void load(const __nv_bfloat16* at) { take(__ldg(reinterpret_cast<const uint4*>(at))); }
+  __device__ __forceinline__ void take(uint4 v) {
     u32 w[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -101,7 +101,8 @@ __device__ __noinline__ void find(Tally& t, uint4* bins, u32 needed, u32 turn) {
   __syncthreads();
 }
 
-// One row: where it is and where its winners go. It belongs to a block, or to a cluster of blocks.
+// One row: where it is and where its winners go. It belongs to a block, or to a cluster of blocks. The leader may have
+// written the scores, and nothing else that the constructor reads.
 template <typename Score, bool ROUND, int THREADS, bool CLUSTERED>
 struct Row {
   static constexpr int WIDTH = Vector<Score>::WIDTH;
@@ -122,7 +123,6 @@ struct Row {
     row = cluster;
     rank = block;
     length = p.row_len[row * p.len_stride];
-    wait_for_leader();  // which may have written the scores, and nothing else that is read here
     start = p.row_start ? min(max(p.row_start[row * p.start_stride], 0), p.width) : 0;
     at = static_cast<const Score*>(p.scores) + row * p.scores_row + start;
     skew = static_cast<int>(reinterpret_cast<u64>(at) % 16 / sizeof(Score));

@@ -171,6 +171,29 @@ struct Together {
     return max(0, 64 - __clzll(static_cast<long long>(high - low)) - DIGIT);
   }
 
+  // Notes the needed-th best of these keys. A warp compares some of them with all at once, two counts to a word.
+  __device__ __forceinline__ void compare(const u64* keys, u32 size, u32 needed) const {
+    constexpr u32 WARPS = THREADS / 32, EACH = (RANKED / WARPS + 1) / 2 * 2;
+#pragma unroll 1
+    for (u32 first = warp(); first < size; first += WARPS * EACH) {
+      u64 mine[EACH];
+      u32 greater[EACH / 2] = {};
+#pragma unroll
+      for (u32 e = 0; e < EACH; e++) mine[e] = keys[min(first + e * WARPS, size - 1)];
+#pragma unroll 1
+      for (u32 j = lane(); j < size; j += 32) {
+        u64 one = keys[j];
+#pragma unroll
+        for (u32 e = 0; e < EACH; e++) greater[e / 2] += static_cast<u32>(one > mine[e]) << e % 2 * 16;
+      }
+#pragma unroll
+      for (u32 e = 0; e < EACH; e++) {
+        if (e % 2 == 0) greater[e / 2] = __reduce_add_sync(EVERY, greater[e / 2]);
+        if ((greater[e / 2] >> e % 2 * 16 & 0xffff) == needed - 1 && lane() == 0) m.last = mine[e];
+      }
+    }
+  }
+
   // The needed-th best of the exchanged keys, all of which are from `low` to `high`.
   __device__ __forceinline__ void kth(u32 size, u32 needed, u64 low, u64 high) {
     int shift = shift_of(low, high);
@@ -197,15 +220,7 @@ struct Together {
       __syncthreads();
       from = m.list;
     }
-#pragma unroll 1
-    for (u32 i = warp(); i < size; i += THREADS / 32) {  // a warp compares one key with all
-      u64 mine = from[i];
-      u32 greater = 0;
-#pragma unroll 1
-      for (u32 j = lane(); j < size; j += 32) greater += from[j] > mine;
-      greater = __reduce_add_sync(EVERY, greater);
-      if (greater == needed - 1 && lane() == 0) m.last = mine;
-    }
+    compare(from, size, needed);
     __syncthreads();
   }
 
