@@ -38,6 +38,11 @@ RAN = (PASSED, WAIVED, *AGAINST)
 #: What a verdict tries beside the values (``promises.py``).
 DETERMINISTIC, BATCH_INVARIANT, CAPTURE, SHARDS = "deterministic", "batch_invariant", "capture", "shards"
 LASTING, CHECKPOINT_EXACT = "lasting", "checkpoint_exact"
+#: Why nothing speaks for a level of promises where cases ran and none says why.
+ABOUT = {
+    DETERMINISTIC: "no case that passed was repeated",
+    CAPTURE: "calls are captured from the quick profile on",
+}
 #: What level 6 is about, and the fraction of the roofline that it needs: then no kernel is twice as fast.
 SPEED, NEEDED = "speed", 0.5
 #: Which level a promise speaks for; relations that are not here must hold of every kernel and are level 2.
@@ -141,12 +146,11 @@ def _speed(verdicts: Sequence[Verdict]) -> tuple[str, str]:
 
 
 def _why_untested(level: int, operator: str, verdicts: Sequence[Verdict]) -> str:
-    if level == CAPTURABLE and (
-        why := next((v.untried[CAPTURE] for v in verdicts if CAPTURE in v.untried), "")
-    ):
+    about = {REPRODUCIBLE: DETERMINISTIC, CAPTURABLE: CAPTURE}.get(level)
+    if why := next((v.untried[about] for v in verdicts if about in v.untried), "") if about else "":
         return f"not tested: {why}"
-    if level == REPRODUCIBLE and any(v.status in RAN for v in verdicts):
-        return "not tested: nothing was repeated, or deterministic is not declared"
+    if about and any(v.status in RAN for v in verdicts):
+        return f"not tested in this run: {ABOUT[about]}"
     known = [c for c in cases.CASES.values() if c.operator == operator]
     mine = {c.id for c in known if (c.ranks if level == DISTRIBUTED else of(c) == level)}
     if any(v.status == REFUSED and v.case in mine for v in verdicts):

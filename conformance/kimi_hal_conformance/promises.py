@@ -66,6 +66,9 @@ class Effort:
 
 #: Nothing is tried beyond the values.
 NONE = Effort()
+#: Why no bits of a second call were compared: what to do about it is not the same.
+NOT_DECLARED = "deterministic is not declared"
+NOT_REPEATED = "nothing was repeated; --repeats 1 compares the bits of a second call"
 #: Relations that only a case of several rows or sequences has: such a case shows what relations can.
 APART = {"split", "split_bits", over_ranks.NAME}
 
@@ -163,7 +166,7 @@ def kept(case: Case, subject: Subject, seed: int, effort: Effort, last: Sequence
         found = Kept((*found.tried, name), problems, of_promise(name) if problems else 0)
         if problems:
             break
-    return replace(found, untried=missed | unasked(case, subject, seed, effort, promised))
+    return replace(found, untried=missed | unasked(case, effort, promised))
 
 
 def trials(
@@ -196,7 +199,7 @@ def trials(
             yield relation.called(ground), relation.problems(ground)
     if shards.applies(ground):
         yield SHARDS, shards.problems(ground)
-    if not untried(ground):
+    if not untried(promised):
         yield CAPTURE, captured.problems(ground)
 
 
@@ -205,15 +208,18 @@ def many_rows(ground: Ground) -> bool:
     return rearranges(ground) and total(ground.case.operator, ground.operands) > MANY_ROWS
 
 
-def unasked(case: Case, subject: Subject, seed: int, effort: Effort, promised: Properties) -> dict[str, str]:
-    """Return why capture was not asked for."""
-    op = ops.get(case.operator)
-    if not effort.relations or op.listed:
-        return {}
-    if case.ranks:
-        return {CAPTURE: "ranks of a loopback group meet on the host, which no graph holds"}
-    reason = untried(Ground(case, subject, seed, promised))
-    return {CAPTURE: reason} if reason else {}
+def unasked(case: Case, effort: Effort, promised: Properties) -> dict[str, str]:
+    """Return why bits of a second call and capture were not asked for."""
+    why = {}
+    if not promised.deterministic:
+        why[DETERMINISTIC] = NOT_DECLARED
+    elif not effort.repeats:
+        why[DETERMINISTIC] = NOT_REPEATED
+    if case.ranks and effort.relations:
+        why[CAPTURE] = "ranks of a loopback group meet on the host, which no graph holds"
+    elif not case.ranks and (reason := untried(promised)):
+        why[CAPTURE] = reason
+    return why
 
 
 def asked(case: Case, seed: int) -> Question:

@@ -9,7 +9,7 @@ import pytest
 from conformance_runs import report
 from rich.console import Console
 
-from kimi_hal_conformance import levels
+from kimi_hal_conformance import levels, promises
 from kimi_hal_conformance import report as output
 from kimi_hal_conformance.case import CASES
 from kimi_hal_conformance.cases import load
@@ -38,6 +38,9 @@ def verdict(status: str, case: str = PLAIN, **fields: Any) -> Verdict:
     return Verdict(
         case=case, operator=operator, implementation="acme.fast", status=status, **{**given, **fields}
     )
+
+
+LEFT_OUT = verdict(NOT_RUN, "kda_gate/claims/left-out", problems=("claimed, but not tried in this profile",))
 
 
 def standing(*verdicts: Verdict) -> Standing:
@@ -87,7 +90,22 @@ def test_every_operator_has_a_case_of_level_1() -> None:
         (
             [verdict(PASSED), verdict(PASSED, EDGE)],
             2,
-            "level 3, reproducible: not tested: nothing was repeated, or deterministic is not declared",
+            "level 3, reproducible: not tested in this run: no case that passed was repeated",
+        ),
+        (
+            [verdict(PASSED, untried={"deterministic": promises.NOT_DECLARED}), verdict(PASSED, EDGE)],
+            2,
+            "level 3, reproducible: not tested: deterministic is not declared",
+        ),
+        (
+            [verdict(PASSED, untried={"deterministic": promises.NOT_REPEATED}), verdict(PASSED, EDGE)],
+            2,
+            "level 3, reproducible: not tested: nothing was repeated; --repeats 1 compares the bits of a second call",
+        ),
+        (
+            [verdict(PASSED, promises=BOTH), verdict(PASSED, EDGE, promises=BOTH), LEFT_OUT],
+            3,
+            "level 4, capturable: not tested in this run: calls are captured from the quick profile on",
         ),
         (
             [verdict(PASSED), verdict(PASSED, EDGE), verdict(FAILED, level=3, promises=BOTH)],
@@ -97,7 +115,7 @@ def test_every_operator_has_a_case_of_level_1() -> None:
         (
             [verdict(PASSED, promises=BOTH), verdict(PASSED, EDGE, promises=BOTH)],
             3,
-            "level 4, capturable: not tested in this run",
+            "level 4, capturable: not tested in this run: calls are captured from the quick profile on",
         ),
         (
             [

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from conformance_runs import once
 from plugin_package import installed, write
 
-from kimi_hal_conformance import levels, suite
+from kimi_hal.dispatch.contract import Properties
+from kimi_hal_conformance import case as cases
+from kimi_hal_conformance import levels, promises, suite
+from kimi_hal_conformance.promises import Effort
 from kimi_hal_conformance.request import Request
 from kimi_hal_conformance.schema import Report
 from kimi_hal_conformance.verdict import FAILED, PASSED, Verdict
@@ -115,3 +119,23 @@ def test_a_broken_promise_stops_at_level_3_and_leaves_the_values_alone(report: R
     assert steps["promiser.steady"].state == "reached"
     assert steps["promiser.drifts"].why == f"1 of 1 failed, the first: {CASE}"
     assert steps["promiser.modest"].state == "not_tested"
+
+
+def test_a_level_of_promises_says_that_nothing_was_declared(report: Report) -> None:
+    stops = {i.name: [step.why for step in i.steps[2:4]] for i in report.implementations}
+    assert stops["promiser.modest"] == [
+        "not tested: deterministic is not declared",
+        "not tested: capture is not declared",
+    ]
+
+
+@pytest.mark.parametrize("case", [CASE, "prepare_moe_weights/small"])
+def test_what_is_declared_and_not_tried_is_told_apart_from_what_is_not_declared(case: str) -> None:
+    def why(**declared: Any) -> dict[str, str]:
+        return promises.unasked(cases.get(case), Effort(lasting=True), Properties(**declared))
+
+    repeated = "nothing was repeated; --repeats 1 compares the bits of a second call"
+    undeclared = "capture is not declared"
+    assert why() == {"deterministic": "deterministic is not declared", "capture": undeclared}
+    assert why(deterministic=True) == {"deterministic": repeated, "capture": undeclared}
+    assert why(deterministic=True, capture="full") == {"deterministic": repeated}

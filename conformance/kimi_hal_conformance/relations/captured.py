@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kimi_hal.dispatch.contract import Properties
 from kimi_hal_conformance.oracle import Question
 from kimi_hal_conformance.relations import variants
 from kimi_hal_conformance.relations.ground import Ground, UntriedError
@@ -20,9 +21,9 @@ PIECEWISE = "capture is declared piecewise: the call runs between the graphs, no
 NO_GRAPHS = "the device has no graphs"
 
 
-def untried(ground: Ground) -> str:
+def untried(promised: Properties) -> str:
     """Return why a case's call is not to be captured, or an empty string."""
-    return {"none": UNDECLARED, "piecewise": PIECEWISE}.get(ground.promised.capture, "")
+    return {"none": UNDECLARED, "piecewise": PIECEWISE}.get(promised.capture, "")
 
 
 def problems(ground: Ground) -> Iterator[str]:
