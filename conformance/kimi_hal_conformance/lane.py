@@ -141,7 +141,7 @@ class Lane:
             yield verdict(turn.batch, case, CRASHED, problem, self._output(turn.mark))
             return
         self._kill(turn.pid)
-        yield verdict(turn.batch, case, HUNG, f"no answer within {turn.limit:g} s", self._output(turn.mark))
+        yield verdict(turn.batch, case, HUNG, f"no answer within {allowed(turn)}", self._output(turn.mark))
 
     def _tell(self, line: bytes) -> int:
         """Tell the process something; return where in the log begins what it prints from then on."""
@@ -232,6 +232,13 @@ class Lane:
         end = self._mark()
         self._log.seek(max(mark, end - OUTPUT))
         return self._log.read().decode(errors="replace").strip()
+
+
+def allowed(turn: Turn) -> str:
+    """Say how long a process had for the case in hand: the limit that was asked for, and what its first has more."""
+    if turn.pid and turn.limit == turn.batch.limit + FIRST_CASE:
+        return f"{turn.batch.limit:g} s, and {FIRST_CASE:g} s more for the first case of a process"
+    return f"{turn.limit:g} s"
 
 
 def ending(code: int) -> str:

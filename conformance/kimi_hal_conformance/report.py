@@ -40,6 +40,10 @@ from kimi_hal_conformance.verdict import (
 STYLE = {PASSED: "green", NOT_RUN: "dim", REFUSED: "yellow"}
 #: Lines of a process's output that the terminal shows; the JSON report keeps more.
 SHOWN = 12
+#: Of these, what was printed before the process died.
+PRINTED = 4
+#: How Python begins to say that it died, the stack of the thread that did, and the names of compiled modules.
+DIED, HERE, MODULES = "Fatal Python error: ", "Current thread ", "Extension modules: "
 #: How many names of what was asked for alone stand in the closing line; the JSON report has all.
 NAMED = 3
 
@@ -115,10 +119,25 @@ def _print_problem(verdict: Verdict, console: Console) -> None:
     )
     lines = [f"    {problem}" for problem in verdict.problems]
     lines += [f"    smallest input: {verdict.smallest}: {verdict.input}"] if verdict.input else []
-    lines += [f"    | {line}" for line in verdict.output.splitlines()[-SHOWN:]]
+    lines += [f"    | {line}" for line in shown(verdict.output)]
     lines += [f"    replay: {verdict.replay}"] if verdict.replay else []
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def shown(output: str) -> list[str]:
+    """Return the lines of a process's output that tell most: its end, or the place at which it died.
+
+    A stack that Python prints when it dies has its most recent call first, the other threads around it, and the
+    names of compiled modules behind it.
+    """
+    lines = [line for line in output.splitlines() if not line.startswith(MODULES)]
+    died = next((i for i, line in enumerate(lines) if line.startswith(DIED)), None)
+    if died is None:
+        return lines[-SHOWN:]
+    stack = [line for line in lines[died + 1 :] if line]
+    here = next((i for i, line in enumerate(stack) if line.startswith(HERE)), 0)
+    return [*lines[max(0, died - PRINTED) : died + 1], *stack[here:]][:SHOWN]
 
 
 def worst(verdicts: list[Verdict]) -> str:

@@ -13,6 +13,7 @@ from conformance_runs import once
 from plugin_package import installed, write
 
 from kimi_hal_conformance import lane, suite
+from kimi_hal_conformance import report as output
 from kimi_hal_conformance.request import Request
 from kimi_hal_conformance.schema import Report
 from kimi_hal_conformance.verdict import CRASHED, FAILED, HUNG, NOT_RUN, PASSED, REFUSED, Verdict
@@ -279,9 +280,21 @@ def test_a_crash_shows_what_was_printed_and_where_it_was(verdicts: dict[str, Ver
     assert "in segfaults" in verdicts["segfaults"].output
 
 
+@pytest.mark.parametrize("name", ["aborts", "segfaults", "hangs"])
+def test_the_terminal_shows_where_a_process_died(verdicts: dict[str, Verdict], name: str) -> None:
+    shown = output.shown(verdicts[name].output)
+    fatal = next(i for i, line in enumerate(shown) if line.startswith("Fatal Python error: "))
+    assert shown[fatal + 1].startswith("Current thread ")
+    assert f" in {name}" in "".join(shown[fatal + 2 : fatal + 5]), shown
+    assert len(shown) == output.SHOWN
+    assert not any(line.startswith("Extension modules") for line in shown)
+
+
 def test_a_hang_is_ended_and_shows_its_stack(verdicts: dict[str, Verdict]) -> None:
     assert verdicts["hangs"].status == HUNG
-    assert verdicts["hangs"].problems == ("no answer within 3 s",)
+    assert verdicts["hangs"].problems == (
+        "no answer within 2 s, and 1 s more for the first case of a process",
+    )
     assert "in hangs" in verdicts["hangs"].output
 
 
