@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
-from rich.console import Console
 
 from kimi_hal.errors import KimiHalError
 from kimi_hal.settings import EXECUTIONS
@@ -110,19 +109,21 @@ def run(
     """Run a backend's cases, or compile its kernels for devices that are not here.
 
     Exit status: 0, something passed, and what did not is waived; 1, something did not pass, a waiver is
-    stale or not needed, or nothing ran; 2, what was asked for does not exist; 130, it was interrupted.
+    stale or not needed, nothing ran, or a report cannot be written; 2, what was asked for does not exist; 130,
+    it was interrupted.
     """
-    from kimi_hal_conformance import page, resume, suite, waivers
+    from kimi_hal_conformance import files, page, resume, suite, waivers
     from kimi_hal_conformance import report as output
     from kimi_hal_conformance.cases import load
     from kimi_hal_conformance.compiling import run as compiled
     from kimi_hal_conformance.progress import Progress
     from kimi_hal_conformance.request import Request
     from kimi_hal_conformance.schema import INTERRUPTED
+    from kimi_hal_conformance.terminal import Terminal
 
     compiling.refuse(ctx, compile_only)
     apart(json=json_path, junitxml=junitxml, html=html, waivers=waivers_path)
-    console = Console()
+    console = Terminal()
     load()
     try:
         waived = waivers.read(waivers_path) if waivers_path else ()
@@ -150,17 +151,17 @@ def run(
             )
     except KimiHalError as error:
         raise AskedError(str(error)) from error
+    wanted = ((output.write_json, json_path), (output.write_junit, junitxml), (page.write_html, html))
+    unwritten = files.unwritten(report, wanted)  # before anything is printed, which nobody may read
     output.print_report(report, console)
-    if json_path:
-        output.write_json(report, json_path)
-    if junitxml:
-        output.write_junit(report, junitxml)
-    if html:
-        page.write_html(report, html)
+    for line in unwritten.values():
+        console.print(line, style="bold red", markup=False, highlight=False, soft_wrap=True)
     if report.verdict == INTERRUPTED:
-        click.echo(f"go on with --resume {json_path}" if json_path else "--json FILE would have kept it")
+        kept = json_path and json_path not in unwritten
+        line = f"go on with --resume {json_path}" if kept else "--json FILE would have kept it"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
         ctx.exit(130)
-    ctx.exit(0 if report.ok else 1)
+    ctx.exit(0 if report.ok and not unwritten else 1)
 
 
 cli.add_command(replay)

@@ -36,12 +36,13 @@ def diff(ctx: click.Context, old: Path, new: Path, factor: float) -> None:
     """
     from kimi_hal_conformance.changes import WORSE, ComparisonError, changes
     from kimi_hal_conformance.show import stored
+    from kimi_hal_conformance.terminal import Terminal
 
     try:
         found = list(changes(stored(old), stored(new), factor))
     except ComparisonError as error:
         raise click.UsageError(str(error)) from error
-    print_changes(found, Console())
+    print_changes(found, Terminal())
     ctx.exit(1 if any(change.effect == WORSE for change in found) else 0)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from kimi_hal_conformance import files
 from kimi_hal_conformance.compiling import table as compiling
 from kimi_hal_conformance.plot import Plot, Row, Share
 from kimi_hal_conformance.report import summary, worst
@@ -69,7 +70,7 @@ def write_html(report: Report, path: Path) -> None:
         report: of any run, also of one that was read back.
         path: the file; its folder must exist.
     """
-    path.write_text(render(report), encoding="utf-8")
+    files.write(path, render(report).encode())
 
 
 def render(report: Report) -> str:

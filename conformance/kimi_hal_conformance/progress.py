@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from types import TracebackType
@@ -46,7 +47,8 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Take the bar away."""
-        self._bar.stop()
+        with contextlib.suppress(OSError):
+            self._bar.stop()
 
     def begin(self, total: int) -> None:
         """Say how many verdicts are to come."""
@@ -65,7 +67,8 @@ class Progress:
             self._told = time.monotonic()
             done = f"{self._counts.total()} of {self._total}"
             line = f"{done} ({self.counts}), last: {verdict.status} {last}"
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            with contextlib.suppress(OSError):  # the terminal is gone, the run is not
+                self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     @property
     def counts(self) -> str:

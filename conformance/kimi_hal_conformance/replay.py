@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from rich.console import Console
 
 from kimi_hal.errors import KimiHalError, nearest
 from kimi_hal.settings import EXECUTIONS
@@ -66,9 +65,10 @@ def replay(
     """
     from kimi_hal_conformance import suite
     from kimi_hal_conformance.cases import load
+    from kimi_hal_conformance.terminal import Terminal
 
     given = Given(backend, execution, implementation, seed, repeats, limit)
-    console = Console()
+    console = Terminal()
     load()
     try:
         requests = list(from_report(case, given, stored(report), report) if report else named(case, given))

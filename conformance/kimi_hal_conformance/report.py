@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kimi_hal_conformance import levels, waivers
+from kimi_hal_conformance import files, levels, waivers
 from kimi_hal_conformance.claims import told as claims
 from kimi_hal_conformance.code import figures
 from kimi_hal_conformance.compiling import table as compiling
@@ -187,7 +187,7 @@ def limits(report: Report) -> str:
 
 def write_json(report: Report, path: Path) -> None:
     """Write the report in its versioned schema."""
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+    files.write(path, msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
 
 
 def write_junit(report: Report, path: Path) -> None:
@@ -203,7 +203,7 @@ def write_junit(report: Report, path: Path) -> None:
     if report.waivers:
         _waivers(ET.SubElement(root, "testsuite", name="waivers"), report.waivers)
     ET.indent(root)
-    ET.ElementTree(root).write(path, encoding="utf-8", xml_declaration=True)
+    files.write(path, ET.tostring(root, encoding="utf-8", xml_declaration=True))
 
 
 def _waivers(suite: ET.Element, given: Sequence[Waiver]) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from rich.console import Console
+
+from kimi_hal_conformance import files
 
 if TYPE_CHECKING:
     from kimi_hal_conformance.schema import Report
@@ -74,12 +75,14 @@ def stored(path: Path) -> Report:
 def show(report: Path, html: Path | None) -> None:
     """Print a stored JSON report as its run did, and write it as an HTML page; nothing is run.
 
-    Exit status: 0, whatever the report says; 2, it is none that this suite reads.
+    Exit status: 0, whatever the report says; 1, the page cannot be written; 2, it is none that this suite reads.
     """
     from kimi_hal_conformance import page
     from kimi_hal_conformance import report as output
+    from kimi_hal_conformance.terminal import Terminal
 
     found = stored(report)
-    output.print_report(found, Console())
-    if html:
-        page.write_html(found, html)
+    unwritten = files.unwritten(found, [(page.write_html, html)])
+    output.print_report(found, Terminal())
+    for line in unwritten.values():
+        raise click.ClickException(line)

@@ -11,6 +11,7 @@ import msgspec
 from rich.console import Console
 
 from kimi_hal.errors import KimiHalError
+from kimi_hal_conformance import files
 from kimi_hal_conformance.show import in_a_folder
 
 if TYPE_CHECKING:
@@ -46,16 +47,17 @@ def prove(
 ) -> None:
     """Run the suite over wrong implementations; each must be killed.
 
-    Exit status: 0, all were; 1, one survived; 2, what was asked for does not exist.
+    Exit status: 0, all were; 1, one survived, or the proof cannot be written; 2, what was asked for does not exist.
     """
     from kimi_hal_conformance import prove as proving
     from kimi_hal_conformance.mutants import catalogue
+    from kimi_hal_conformance.terminal import Terminal
 
     if listed:
         for found in catalogue.load().values():
             click.echo(f"{found.id}: {found.breaks} ({found.imitates})")
         return
-    console = Console()
+    console = Terminal()
     done = 0
 
     def told(killed: Killed) -> None:
@@ -69,10 +71,16 @@ def prove(
     except KimiHalError as error:
         click.echo(f"Error: {error}", err=True)
         ctx.exit(2)
+    unwritten = files.unwritten(proof, [(write_json, json_path)])
     print_proof(proof, console)
-    if json_path:
-        json_path.write_bytes(msgspec.json.format(msgspec.json.encode(proof), indent=2) + b"\n")
-    ctx.exit(0 if proof.ok else 1)
+    for line in unwritten.values():
+        console.print(line, style="bold red", markup=False, highlight=False, soft_wrap=True)
+    ctx.exit(0 if proof.ok and not unwritten else 1)
+
+
+def write_json(proof: Proof, path: Path) -> None:
+    """Write the proof in its versioned schema."""
+    files.write(path, msgspec.json.format(msgspec.json.encode(proof), indent=2) + b"\n")
 
 
 def print_proof(proof: Proof, console: Console) -> None:
