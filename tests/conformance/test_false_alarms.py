@@ -37,6 +37,15 @@ def test_small_cases_raise_no_false_alarm(seed: int) -> None:
     assert alarms(share(seed), seed) == []
 
 
+@pytest.mark.parametrize(
+    ("case_id", "seed"), [("dsa_decode/fields/merge", 10), ("dsa_decode/fields/selection", 28)]
+)
+def test_rows_whose_scores_are_close_at_the_cut_are_drawn_again_until_none_is(
+    case_id: str, seed: int
+) -> None:
+    assert alarms([CASES[case_id]], seed) == []
+
+
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(FULL_SEEDS))
