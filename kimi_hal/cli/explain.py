@@ -22,7 +22,9 @@ from kimi_hal.ops.spec import Limits, Spec
 @click.option("--device", metavar="DEVICE", help="A torch device; default: where the settings lead.")
 @click.option("--implementation", metavar="NAME", help="Ask for this one, backend.implementation.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+@click.pass_context
 def command(
+    ctx: click.Context,
     operator: str,
     tp: int,
     fields: str,
@@ -32,7 +34,10 @@ def command(
     implementation: str | None,
     as_json: bool,
 ) -> None:
-    """Say which implementation OPERATOR gets for Kimi K3.1 Pro, and why not the others."""
+    """Say which implementation OPERATOR gets for Kimi K3.1 Pro, and why not the others.
+
+    Nothing is built. Exit status: 0, something fits; 1, nothing does; 2, what was asked for does not exist.
+    """
     from kimi_hal.dispatch.explain import explain
 
     limits = Limits(max_rows=rows, max_reqs=rows, max_context=context)
@@ -40,6 +45,7 @@ def command(
         operator, spec_of(operator, tp, fields), limits, device=device, implementation=implementation
     )
     click.echo(json.dumps(answer.to_dict(), indent=2) if as_json else str(answer))
+    ctx.exit(0 if answer.chosen else 1)
 
 
 def spec_of(operator: str, tp: int, fields: str) -> Spec:

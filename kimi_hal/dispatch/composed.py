@@ -68,8 +68,13 @@ def plan_parts(op: Operator, spec: Any, limits: Any, backend: str, plan_part: Pl
         try:
             plans[name] = plan_part(part)
         except KimiHalError as error:
-            raise SelectionError(f"{op.name}: {backend}.{NAME} needs {name}: {error}") from error
+            raise needs(op, backend, name, error) from error
     return plans
+
+
+def needs(op: Operator, backend: str, part: str, error: KimiHalError) -> SelectionError:
+    """Return the error of a composition of which a part cannot be planned."""
+    return SelectionError(f"{op.name}: {backend}.{NAME} needs {part}: {error}")
 
 
 def properties(op: Operator, plans: Mapping[str, Any]) -> Properties:

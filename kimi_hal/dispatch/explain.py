@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kimi_hal.dispatch import policy
+from kimi_hal.dispatch import composed, policy
 from kimi_hal.dispatch.assess import assess
 from kimi_hal.dispatch.candidate import Candidate
 from kimi_hal.dispatch.loader import Registry
-from kimi_hal.dispatch.selection import decide
+from kimi_hal.dispatch.selection import Choice, decide
 from kimi_hal.dispatch.wish import REFERENCE, Request, Wish, wish
 from kimi_hal.errors import SelectionError
+from kimi_hal.ops.composites import part_specs
 from kimi_hal.ops.operator import get
 from kimi_hal.ops.spec import Limits, Spec
 from kimi_hal.settings import Settings
+
+#: What an explanation cannot know of what it names.
+UNBUILT = "not built: a plan imports its kernels, and says what they lack"
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,8 @@ class Explanation:
 
     def __str__(self) -> str:
         head = f"{self.operator} on {self.device}: {self.chosen or 'nothing fits'}"
-        lines = [head, f"  why: {self.why}"]
+        lines = [head, f"  why: {_brief(self.why, self.candidates)}"]
+        lines += [f"  {UNBUILT}"] if self.chosen else []
         lines += [line for c in self.candidates for line in (_line(c), *_split(c))]
         lines += [f"  plugin {name}: {why}" for name, why in self.failures.items()]
         return "\n".join(lines)
@@ -73,6 +80,9 @@ def explain(
     registry: Registry | None = None,
 ) -> Explanation:
     """Return what ``plan`` would choose, without building it; a refusal is an answer, not an error.
+
+    A composition is chosen where something is for each of its parts. A library that a kernel's module imports and that
+    is not there is found by a plan alone.
 
     Args:
         operator: its name.
@@ -96,11 +106,52 @@ def explain(
     chosen, execution = None, ""
     try:
         choice = decide(request, registry)
-        chosen, execution, why, candidates = choice.full_name, choice.execution, choice.why, choice.candidates
     except SelectionError as error:
-        why, candidates = str(error).partition("\n")[0], _all(request, registry)
+        why, candidates = _said(error), _all(request, registry)
+    else:
+        why, candidates = choice.why, choice.candidates
+        lacking = _lacking(request, choice, registry)
+        if lacking:
+            why, candidates = _said(next(iter(lacking.values()))), _without(choice, lacking)
+        else:
+            chosen, execution = choice.full_name, choice.execution
     failures = {name: failure.message for name, failure in sorted(registry.failures.items())}
     return Explanation(operator, spec.to_dict(), device, chosen, execution, why, candidates, failures)
+
+
+def _lacking(request: Request, choice: Choice, registry: Registry) -> dict[str, SelectionError]:
+    """Return the parts of a composition that no implementation of its backend covers, each with a plan's own error."""
+    if choice.implementation.name != composed.NAME:
+        return {}
+    name, settings = choice.backend.name, dataclasses.replace(request.settings, backend=choice.backend.name)
+    found = {}
+    for part in part_specs(request.op.name, request.spec, request.limits).values():
+        limits = part.limits or request.limits
+        asked = Request(get(part.operator), part.spec, limits, request.device, None, settings)
+        try:
+            decide(asked, registry)
+        except SelectionError as error:
+            found[part.operator] = composed.needs(request.op, name, part.operator, error)
+    return found
+
+
+def _without(choice: Choice, lacking: Mapping[str, SelectionError]) -> tuple[Candidate, ...]:
+    """Return the candidates of a choice that cannot be planned: it is refused for its parts."""
+    refusals = (f"nothing fits for its parts: {', '.join(lacking)}",)
+    return tuple(
+        dataclasses.replace(c, chosen=False, refusals=refusals) if c.chosen else c for c in choice.candidates
+    )
+
+
+def _said(error: SelectionError) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _brief(why: str, candidates: tuple[Candidate, ...]) -> str:
+    """Return the sentence without the reasons against others, which stand in lines of their own."""
+    for other in candidates:
+        why = why.replace(f"not {other.full_name} ({', '.join(other.refusals)})", f"not {other.full_name}")
+    return why
 
 
 def _all(request: Request, registry: Registry) -> tuple[Candidate, ...]:

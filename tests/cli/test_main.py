@@ -137,8 +137,9 @@ def test_list_of_an_unknown_operator_names_the_nearest() -> None:
 
 
 def test_explain_names_every_candidate_with_its_reasons() -> None:
-    answer = json.loads(kimi_hal("explain", "kda_decode", "--json").stdout)
-    assert answer["chosen"] == "reference.torch"
+    done = kimi_hal("explain", "kda_decode", "--json")
+    answer = json.loads(done.stdout)
+    assert (done.returncode, answer["chosen"]) == (0, "reference.torch")
     named = {c["full_name"]: c["refusals"] for c in answer["candidates"]}
     assert {"reference.torch", "nvidia.triton", "amd.triton", "ppu.triton"} <= set(named)
     assert all(reasons for name, reasons in named.items() if name != "reference.torch")
@@ -174,7 +175,9 @@ def test_explain_refuses_bad_options_with_a_sentence(args: tuple[str, ...], text
 
 
 def test_a_backend_whose_device_is_absent_ends_with_what_to_type() -> None:
-    out = kimi_hal("explain", "kda_decode", KIMI_HAL_BACKEND="nvidia").stdout
+    done = kimi_hal("explain", "kda_decode", KIMI_HAL_BACKEND="nvidia")
+    out = done.stdout
+    assert done.returncode == 1
     assert "nothing fits" in out
     assert "KIMI_HAL_EXECUTION=interpreted runs its kernels on the CPU" in out
 

@@ -303,9 +303,10 @@ def test_it_installs_is_found_and_explains_itself(place: Path) -> None:
     ) in run(place, place / "site", HAL, "doctor").stdout
     explain = (HAL, "explain", "merge_attn_states")
     interpreted = {"KIMI_HAL_BACKEND": "vireo", "KIMI_HAL_EXECUTION": "interpreted"}
-    assert run(place, place / "site", *explain, **interpreted).stdout.splitlines()[:3] == [
+    assert run(place, place / "site", *explain, **interpreted).stdout.splitlines()[:4] == [
         "merge_attn_states on cpu: vireo.torch",
         "  why: KIMI_HAL_BACKEND=vireo; it runs interpreted",
+        "  not built: a plan imports its kernels, and says what they lack",
         "  vireo.torch: chosen",
     ]
     beyond = run(place, place / "site", *explain, "--spec", '{"dim": 513}', **interpreted).stdout

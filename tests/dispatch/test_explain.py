@@ -12,7 +12,8 @@ from kimi_hal.dispatch.contract import Preference, Split
 from kimi_hal.dispatch.explain import explain
 from kimi_hal.dispatch.hookspecs import hookimpl
 from kimi_hal.domain import Range
-from kimi_hal.errors import PluginError, UnknownNameError
+from kimi_hal.errors import PluginError, SelectionError, UnknownNameError
+from kimi_hal.presets import Deployment
 from kimi_hal.settings import Settings
 
 
@@ -29,8 +30,8 @@ def test_the_text_names_every_candidate(plugins):
     install(plugins)
     assert str(explain("sparse_mla", SPEC, LIMITS, device="cuda")) == (
         "sparse_mla on cuda: acme.wide\n"
-        "  why: auto found Acme A2 (acme2); not acme.narrow (it rounds beyond the contract (attn.p=bf16); "
-        "Spec.numerics or its name admits it, num_heads=12 is not 64 to 128, max_rows=256 is not 1 to 8)\n"
+        "  why: auto found Acme A2 (acme2); not acme.narrow\n"
+        "  not built: a plan imports its kernels, and says what they lack\n"
         "  acme.wide: chosen\n"
         "  acme.narrow: it rounds beyond the contract (attn.p=bf16); Spec.numerics or its name admits it; "
         "num_heads=12 is not 64 to 128; max_rows=256 is not 1 to 8\n"
@@ -83,6 +84,35 @@ def test_the_data_is_json_with_every_reason(plugins):
             "split": {},
         },
     ]
+
+
+def test_the_data_says_why_in_one_sentence_with_every_reason(plugins):
+    install(plugins)
+    assert explain("sparse_mla", SPEC, LIMITS, device="cuda").to_dict()["why"] == (
+        "auto found Acme A2 (acme2); not acme.narrow (it rounds beyond the contract (attn.p=bf16); "
+        "Spec.numerics or its name admits it, num_heads=12 is not 64 to 128, max_rows=256 is not 1 to 8)"
+    )
+
+
+def test_a_composition_without_its_parts_is_not_chosen(plugins):
+    plugins.add("acme", torch_device="cpu")
+    spec = Deployment(tp=8).specs()["kda_layer_decode"]
+    found = explain("kda_layer_decode", spec, LIMITS, device="cpu")
+    assert (found.chosen, found.execution) == (None, "")
+    assert found.why == (
+        "kda_layer_decode: acme.composed needs kda_conv: kda_conv: acme does not implement it "
+        "(KIMI_HAL_BACKEND=acme); it implements sparse_mla. KIMI_HAL_FALLBACK=reference runs the reference"
+    )
+    assert str(found).splitlines()[2] == "  acme.composed: nothing fits for its parts: kda_conv, kda_decode"
+    with pytest.raises(SelectionError) as caught:
+        kimi_hal.plan("kda_layer_decode", spec, LIMITS, device="cpu")
+    assert str(caught.value) == found.why
+
+
+def test_a_composition_with_all_of_its_parts_is_chosen(plugins):
+    spec = Deployment(tp=8).specs()["kda_layer_decode"]
+    found = explain("kda_layer_decode", spec, LIMITS, device="cpu", implementation="reference.composed")
+    assert found.chosen == "reference.composed"
 
 
 def test_what_each_compute_unit_does_is_said_by_architecture(plugins):
