@@ -174,5 +174,5 @@ def next_steps(name: str, folder: Path) -> Iterator[str]:
     """Yield the commands that install, list and check the new backend without its device."""
     yield f"pip install -e {folder}[test]"
     yield "kimi-hal list"
-    yield f"kimi-hal conformance run --backend {name} --execution interpreted"
+    yield f"kimi-hal conformance run --backend {name} --execution interpreted --repeats 1"
     yield f"pytest {folder}"

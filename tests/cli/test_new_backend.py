@@ -156,7 +156,7 @@ def test_the_command_lists_what_it_wrote_and_what_to_type_next(
         "Next:\n"
         "  pip install -e kimi-hal-acme-two[test]\n"
         "  kimi-hal list\n"
-        "  kimi-hal conformance run --backend acme_two --execution interpreted\n"
+        "  kimi-hal conformance run --backend acme_two --execution interpreted --repeats 1\n"
         "  pytest kimi-hal-acme-two\n"
     )
 
@@ -338,6 +338,28 @@ def test_the_suite_shows_the_case_that_a_broken_kernel_fails(place: Path, tmp_pa
     assert done.returncode == 1
     assert "does NOT conform" in done.stdout
     assert "kimi-hal conformance replay topk_select/special/ordered" in done.stdout
+
+
+def test_its_own_suite_finds_a_promise_of_equal_bits_that_is_broken(place: Path, tmp_path: Path) -> None:
+    """Every second call is a last bit off: within every budget, and not what ``deterministic=True`` promises."""
+    source = (place / "source/kimi_hal_vireo/kernels.py").read_text()
+    broken = source.replace(
+        "    return merged / divisor[..., None], top + torch.log(divisor)\n",
+        "    CALLS.append(0)\n"
+        "    off = 1 + 2.0**-23 * (len(CALLS) // 2 % 2)\n"
+        "    return merged / divisor[..., None], (top + torch.log(divisor)) * off\n"
+        "\n\n"
+        "CALLS: list[int] = []\n",
+    )
+    assert broken != source
+    shutil.copytree(place / "source", tmp_path / "source")
+    (tmp_path / "source/kimi_hal_vireo/kernels.py").write_text(broken)
+    shutil.copytree(place / "site", tmp_path / "site", ignore=shutil.ignore_patterns("kimi_hal_vireo"))
+    done = run(
+        tmp_path / "source", tmp_path / "site", "pytest", "-q", "-p", "no:cacheprovider", "-k", "no_claim"
+    )
+    assert done.returncode == 1
+    assert "declared deterministic, but lse_out of call 2 has other bits than of call 1" in done.stdout
 
 
 def test_the_version_range_follows_kimi_hal(monkeypatch: pytest.MonkeyPatch) -> None:
