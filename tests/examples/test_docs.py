@@ -6,9 +6,12 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from documents import FENCE, assert_printed, blocks, run_console, run_python
+
+from kimi_hal.errors import ToolMissingError
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -45,6 +48,14 @@ def test_the_vendors_page(tmp_path: Path, environment: dict[str, str]) -> None:
     work = tmp_path / "work"
     work.mkdir()
     run_console(DOCS / "vendor.md", work, environment)
+
+
+def test_the_vendors_compile_example() -> None:
+    names: dict[str, Any] = {"__name__": "vendor"}
+    run_python(DOCS / "vendor.md", names)
+    (kernel,) = names["merge_attn_states"](names["Target"]("acme_2", arch="acme_2"))
+    with pytest.raises(ToolMissingError, match=r"^acme-as is missing"):
+        kernel.compile()
 
 
 @pytest.mark.parametrize("name", ["vendor.md", "integrator.md"])
