@@ -174,7 +174,16 @@ def summary(report: Report) -> str:
     word = (COMPILED_WORDS if compiling.compiled(report) else WORDS)[report.verdict]
     if report.verdict == DOES_NOT_CONFORM and not any(v.status in AGAINST for v in report.verdicts):
         word += f": {wrong} waiver{'s' if wrong > 1 else ''} stale or not needed"
+    if report.verdict == CONFORMS and not (run.limited_to or compiling.compiled(report)):
+        word += f", {spoken_for(report)} operators"
     return f"{what} {word}: {counts or 'nothing fits what was asked for'}"
+
+
+def spoken_for(report: Report) -> str:
+    """Return of how many of the contract's operators something passed: a backend may conform and lack the rest."""
+    passed = {v.operator for v in report.verdicts if v.status == PASSED}
+    known = {tested.operator for tested in report.implementations} | {*report.not_implemented}
+    return f"{len(passed)} of {len(known)}"
 
 
 def limits(report: Report) -> str:

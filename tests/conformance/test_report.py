@@ -196,7 +196,7 @@ def test_what_did_not_run_is_counted_by_reason() -> None:
 @pytest.mark.parametrize(
     ("verdicts", "line"),
     [
-        ((verdict(PASSED),), "acme (native, profile quick, 12 s) conforms: 1 passed"),
+        ((verdict(PASSED),), "acme (native, profile quick, 12 s) conforms, 1 of 1 operators: 1 passed"),
         (
             (verdict(PASSED), verdict(HUNG)),
             "acme (native, profile quick, 12 s) does NOT conform: 1 passed, 1 hung",
@@ -215,15 +215,23 @@ def test_the_last_line_says_what_the_run_proves(verdicts: tuple[Verdict, ...], l
 @pytest.mark.parametrize(
     ("named", "said"),
     [
-        ((), ""),
-        (("kda_gate",), ", kda_gate alone,"),
-        (tuple("abcde"), ", a, b, c, 2 more alone,"),
+        ((), " conforms, 1 of 1 operators"),
+        (("kda_gate",), ", kda_gate alone, conforms"),
+        (tuple("abcde"), ", a, b, c, 2 more alone, conforms"),
     ],
 )
 def test_the_last_line_says_what_alone_was_asked_for(named: tuple[str, ...], said: str) -> None:
     environment = msgspec.structs.replace(FULL.environment, limited_to=named)
     found = msgspec.structs.replace(report(verdict(PASSED)), environment=environment)
-    assert output.summary(found) == f"acme (native, profile quick, 12 s){said} conforms: 1 passed"
+    assert output.summary(found) == f"acme (native, profile quick, 12 s){said}: 1 passed"
+
+
+def test_the_last_line_says_how_many_operators_it_speaks_for() -> None:
+    tried = (verdict(PASSED), verdict(NOT_RUN, "moe_layer/*"), verdict(REFUSED, "kda_decode/odd/rows6"))
+    found = report(*tried, not_implemented=("moe_route", "moe_experts"))
+    assert output.summary(found) == (
+        "acme (native, profile quick, 12 s) conforms, 1 of 5 operators: 1 passed, 1 refused, 1 not run"
+    )
 
 
 def test_discrete_results_are_exact_or_beyond() -> None:

@@ -177,7 +177,7 @@ def test_a_waiver_whose_case_this_run_left_out_is_not_judged_and_says_so(case: s
 def test_a_run_whose_failures_are_all_waived_conforms_and_names_each() -> None:
     lines = text(report([waiver()], verdict(FAILED), verdict(PASSED, "acme.slow")))
     assert f"waived (failed) acme.fast {CASE}: flushes subnormals ({LINK}, until 2027-03-31)" in lines
-    assert lines[-1] == "acme (native, profile quick, 12 s) conforms: 1 passed, 1 waived"
+    assert lines[-1] == "acme (native, profile quick, 12 s) conforms, 1 of 1 operators: 1 passed, 1 waived"
 
 
 def test_a_bad_waiver_is_named_and_the_run_does_not_conform() -> None:
