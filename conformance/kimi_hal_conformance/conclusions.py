@@ -8,6 +8,7 @@ import msgspec
 
 from kimi_hal_conformance import levels
 from kimi_hal_conformance.claims import told as claims
+from kimi_hal_conformance.integrity import Integrity
 from kimi_hal_conformance.request import REPEATS_OF_NAMED, Request
 from kimi_hal_conformance.schedule import Schedule
 from kimi_hal_conformance.verdict import AGAINST, FAILED, NOT_RUN, REFUSED, Verdict
@@ -35,6 +36,22 @@ def concluded(schedule: Schedule, answers: Sequence[Verdict], request: Request) 
         return
     if all(verdict.status == REFUSED for verdict in answers):
         yield _said(schedule, f"{schedule.implementation.operator}/*", FAILED, UNTESTED)
+
+
+def disproven(verdicts: Sequence[Verdict], judge: Integrity) -> list[Verdict]:
+    """Return verdicts as they are, but all that ran as failed if this process is not what it was.
+
+    Args:
+        verdicts: as they came from other processes.
+        judge: this process's as it was before it imported the plugin.
+    """
+    tampered = judge.problems()
+    return [
+        msgspec.structs.replace(v, status=FAILED, problems=(*tampered, *v.problems))
+        if tampered and v.status != NOT_RUN
+        else v
+        for v in verdicts
+    ]
 
 
 def _said(schedule: Schedule, case: str, status: str, problem: str) -> Verdict:

@@ -1,4 +1,4 @@
-"""Whether the judge is still itself: it runs in the process of the implementation on trial.
+"""Whether the judge is still itself: it runs in the process of the implementation on trial, and imports its plugin.
 
 What is looked at are the functions, classes and constants of the suite, of the reference and of the formats, and what
 these call of torch. Code that puts everything back before it returns is not found.
@@ -81,18 +81,24 @@ class Integrity:
 
 
 def _judges() -> Iterator[tuple[str, Part]]:
-    for module_name, module in sorted(sys.modules.items()):
-        if isinstance(module, ModuleType) and _within(module_name):
+    for imported_as, module in sorted(sys.modules.items()):
+        if isinstance(module, ModuleType) and _within(called := _name(module, imported_as)):
             for name, value in list(vars(module).items()):
-                if _counts(name, value) and f"{module_name}.{name}" not in CHANGING:
-                    yield f"{module_name}.{name}", Part.of(vars(module), name)
-                if isinstance(value, type) and value.__module__ == module_name:
+                if _counts(name, value) and f"{called}.{name}" not in CHANGING:
+                    yield f"{called}.{name}", Part.of(vars(module), name)
+                if isinstance(value, type) and value.__module__ == imported_as:
                     for own, method in list(vars(value).items()):
                         if _is_code(method):
-                            yield f"{module_name}.{name}.{own}", Part.of(vars(value), own)
+                            yield f"{called}.{name}.{own}", Part.of(vars(value), own)
                 if _is_table(name, value):
                     for key in value:
-                        yield f"{module_name}.{name}[{key!r}]", Part.of(value, key)
+                        yield f"{called}.{name}[{key!r}]", Part.of(value, key)
+
+
+def _name(module: ModuleType, imported_as: str) -> str:
+    """Return the name of a module, also of the one that the process began with (``python -m``)."""
+    spec = module.__spec__ if imported_as == "__main__" else None
+    return spec.name if spec is not None else imported_as
 
 
 def _within(module: str) -> bool:

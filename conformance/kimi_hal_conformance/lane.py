@@ -224,8 +224,15 @@ class Lane:
                 return None
             chunk = os.read(self._answers, 1 << 20)
             if not chunk:
-                return Ended(code=self._worker.wait() if self._worker else 0)
+                return self._closed(deadline)
             self._pending += chunk
+
+    def _closed(self, deadline: float) -> Ended | None:
+        """Return how the worker ended that speaks no more, ``None`` if it goes on in silence."""
+        try:
+            return Ended(code=self._worker.wait(max(0.0, deadline - time.monotonic())) if self._worker else 0)
+        except subprocess.TimeoutExpired:
+            return None
 
     def _output(self, mark: int) -> str:
         """Return the end of what was printed since a mark."""

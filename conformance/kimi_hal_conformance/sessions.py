@@ -9,14 +9,15 @@ from dataclasses import dataclass, replace
 import msgspec
 import pytest
 
-from kimi_hal.dispatch.loader import load as load_plugins
 from kimi_hal.errors import KimiHalError, unknown
-from kimi_hal.settings import EXECUTIONS, Settings
+from kimi_hal.settings import EXECUTIONS
+from kimi_hal_conformance import plugins
 from kimi_hal_conformance.case import PROFILES
 from kimi_hal_conformance.cases import load
 from kimi_hal_conformance.compiling.order import Order
-from kimi_hal_conformance.conclusions import UNTESTED, replay
+from kimi_hal_conformance.conclusions import UNTESTED, disproven, replay
 from kimi_hal_conformance.conditions import child_environment
+from kimi_hal_conformance.integrity import Integrity
 from kimi_hal_conformance.lane import Lane
 from kimi_hal_conformance.messages import Batch
 from kimi_hal_conformance.request import Request
@@ -63,6 +64,7 @@ class Session:
         self._stream: Iterator[Verdict] = iter(())
         self._coming: list[Item] = []
         self._order: list[Item] = []
+        self._judge = Integrity({})
 
     def items(self) -> Sequence[Item]:
         """Return every case of every implementation, those that are left out too.
@@ -72,7 +74,8 @@ class Session:
         """
         load()
         try:
-            registry = load_plugins(Settings(backend=self.request.backend))
+            self._judge = Integrity.now()  # before the plugin is imported
+            registry = plugins.registry(self.request.backend)
             loaded = registry.get(self.request.backend)
             probe = registry.probe(self.request.backend)
             trials = list(schedules(loaded, probe, self.request))
@@ -100,6 +103,7 @@ class Session:
             self.stop()
             raise
         self._coming.pop(0)
+        (found,) = disproven([found], self._judge)
         return msgspec.structs.replace(found, replay=replay(found, self.request))
 
     def _open(self, item: Item) -> None:

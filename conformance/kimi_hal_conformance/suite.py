@@ -11,18 +11,17 @@ from kimi_hal import ops
 from kimi_hal.dispatch import composed
 from kimi_hal.dispatch.contract import ANY_DEVICE, Probe
 from kimi_hal.dispatch.loader import Loaded, candidates
-from kimi_hal.dispatch.loader import load as load_plugins
 from kimi_hal.errors import UnknownNameError
-from kimi_hal.settings import Settings
-from kimi_hal_conformance import __version__, resume, waivers
+from kimi_hal_conformance import __version__, plugins, resume, waivers
 from kimi_hal_conformance import case as cases
 from kimi_hal_conformance.case import FULL, PROFILES, QUICK, STANDARD
 from kimi_hal_conformance.cases import load
 from kimi_hal_conformance.claims import told as claims
 from kimi_hal_conformance.claims import unclaimed
 from kimi_hal_conformance.claims.made import is_made
-from kimi_hal_conformance.conclusions import concluded, joined
+from kimi_hal_conformance.conclusions import concluded, disproven, joined
 from kimi_hal_conformance.conditions import child_environment, lanes, on_host, untimed, versions
+from kimi_hal_conformance.integrity import Integrity
 from kimi_hal_conformance.messages import Batch
 from kimi_hal_conformance.request import Request
 from kimi_hal_conformance.runner import Outcome
@@ -52,12 +51,13 @@ def run(
 
     Raises:
         UnknownNameError: no such backend, operator, implementation or case; the nearest is named.
-        PluginError: the backend cannot be loaded.
+        PluginError: the backend cannot be loaded, or loading it ends or hangs a process.
         ResumeError: the report to go on from is of other conditions.
     """
     load()
     started = datetime.now(UTC)
-    registry = load_plugins(Settings(backend=request.backend))
+    judge = Integrity.now()  # before the plugin is imported
+    registry = plugins.registry(request.backend)
     loaded, probe = registry.get(request.backend), registry.probe(request.backend)
     found = list(schedules(loaded, probe, request))
     _check_made(request)
@@ -75,7 +75,7 @@ def run(
         environment=environment(request, probe, known | outcome.versions, started),
         on_trial=recorded,
         not_implemented=tuple(op for op in ops.OPERATORS if not candidates(loaded, op)),
-        verdicts=judged,
+        verdicts=disproven(judged, judge),
         waivers=waived,
         could_be_claimed=() if outcome.interrupted else beyond(found, verdicts, loaded, probe, request),
         interrupted=outcome.interrupted,

@@ -18,10 +18,9 @@ from kimi_hal import ops
 from kimi_hal.dispatch import composed
 from kimi_hal.dispatch.contract import Implementation, Target
 from kimi_hal.dispatch.loader import Loaded, candidates
-from kimi_hal.dispatch.loader import load as load_plugins
 from kimi_hal.errors import UnknownNameError, unknown
-from kimi_hal.settings import VARIABLES, Settings
-from kimi_hal_conformance import __version__, schedule
+from kimi_hal.settings import VARIABLES
+from kimi_hal_conformance import __version__, plugins, schedule
 from kimi_hal_conformance.compiling.lane import CompileLane
 from kimi_hal_conformance.compiling.order import ALL, PREFIX, Order, said
 from kimi_hal_conformance.conditions import HOST_LANES, cores, versions
@@ -79,7 +78,7 @@ def run(request: CompileRequest, progress: Callable[[Verdict], None] = lambda ve
         PluginError: the backend cannot be loaded.
     """
     started, begin = datetime.now(UTC), time.perf_counter()
-    registry = load_plugins(Settings(backend=request.backend))
+    registry = plugins.registry(request.backend)
     loaded, probe = registry.get(request.backend), registry.probe(request.backend)
     work = list(orders(loaded, chosen(loaded, request), request))
     with TemporaryDirectory(prefix="kimi-hal-compile-") as cache:

@@ -7,9 +7,8 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from kimi_hal.dispatch.loader import load as load_plugins
 from kimi_hal.errors import KimiHalError
-from kimi_hal.settings import Settings
+from kimi_hal_conformance import plugins
 from kimi_hal_conformance.compiling.command import strict
 from kimi_hal_conformance.compiling.lane import CompileLane
 from kimi_hal_conformance.compiling.order import ALL, Order, case_id, said
@@ -50,7 +49,7 @@ class CompileSession(Session):
             pytest.UsageError: no such backend, target, implementation or case, or a backend that gives no targets.
         """
         try:
-            loaded = load_plugins(Settings(backend=self.asked.backend)).get(self.asked.backend)
+            loaded = plugins.registry(self.asked.backend).get(self.asked.backend)
             work = list(orders(loaded, chosen(loaded, self.asked), self.asked))
         except KimiHalError as error:
             raise pytest.UsageError(str(error)) from error
