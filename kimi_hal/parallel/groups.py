@@ -198,6 +198,7 @@ class TorchGroup(Group):
         self._timeout = timeout
         self._verify = verify
         self._calls = 0
+        self._served = str(dist.get_backend_config(self._pg))  # "cpu:gloo,cuda:nccl"
         self.device = torch.device(device) if device is not None else self._control_device()
 
     def size(self) -> int:
@@ -233,13 +234,14 @@ class TorchGroup(Group):
         self._wait("barrier", partial(self._dist.barrier, group=self._pg, async_op=True), self.device)
 
     def _control_device(self) -> torch.device:
-        if "cpu:" in str(self._dist.get_backend_config(self._pg)):  # "cpu:gloo,cuda:nccl"
+        if "cpu:" in self._served:
             return torch.device("cpu")
         kind = torch.accelerator.current_accelerator()
         return torch.device(kind.type if kind else "cpu", torch.accelerator.current_device_index())
 
     def _meet(self, call: str, x: Tensor) -> None:
         """Exchange what each rank is about to send; ranks that differ raise together."""
+        self._check_served(call, x)
         self._calls += 1
         if not self._verify:
             return
@@ -248,6 +250,15 @@ class TorchGroup(Group):
         problem = disagreement(self._calls - 1, [_shown(bytes(row.tolist())) for row in headers])
         if problem:
             raise GroupError(problem)
+
+    def _check_served(self, call: str, x: Tensor) -> None:
+        """Refuse a device that the group's backend does not serve: torch may fill nothing there, and say nothing."""
+        kinds = [pair.partition(":")[0] for pair in self._served.split(",")]
+        if x.device.type not in kinds:
+            raise GroupError(
+                f"{call}: the process group's backend ({self._served}) moves tensors of {', '.join(kinds)}, this one "
+                f"is on {x.device}: give a copy on one of these, or init_process_group with a backend for it"
+            )
 
     def _gather_bytes(self, call: str, data: Tensor, buffer: Tensor | None = None) -> Tensor:
         out = data.new_empty((self.size(), *data.shape)) if buffer is None else _to_bytes(buffer)

@@ -341,6 +341,7 @@ def one_process(rank: int, address: str, answers: Any) -> None:
     agree(group, "one plan")
     seen["agree"] = raised(lambda: agree(group, f"plan {rank}"))
     seen["shapes"] = raised(lambda: group.all_gather(torch.zeros(2 + rank)))
+    seen["device"] = raised(lambda: group.all_gather(torch.zeros(2, device="meta")))
     seen["after"] = TorchGroup(verify=False).all_gather(torch.tensor([rank])).tolist()
     impatient = TorchGroup(timeout=0.2, verify=False)
     seen["late"] = raised(lambda: impatient.barrier() if rank == 0 else time.sleep(0.6))
@@ -375,6 +376,10 @@ def test_two_processes_of_gloo(tmp_path: Any) -> None:
         assert seen[rank]["bytes"] == 8 + 6 + 8 + 16
         assert seen[rank]["agree"] == "ranks do not agree: rank 0 'plan 0'; rank 1 'plan 1'"
         assert seen[rank]["shapes"].endswith(": rank 0 all_gather [2] float32; rank 1 all_gather [3] float32")
+        assert seen[rank]["device"] == (
+            "all_gather: the process group's backend (cpu:gloo,cuda:gloo) moves tensors of cpu, cuda, this one is on "
+            "meta: give a copy on one of these, or init_process_group with a backend for it"
+        )
         assert seen[rank]["after"] == [[0], [1]]
     assert seen[0]["late"].startswith("rank 0 of 2: barrier (call 0) did not end within 0.2 s: ")
     assert seen[0]["late"].endswith("Did every rank reach this call?")
