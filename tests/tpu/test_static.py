@@ -5,50 +5,21 @@ from __future__ import annotations
 import subprocess
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from static_calls import Recorded, called
 
-from kimi_hal.dispatch.contract import BuildContext, Sizes
 from kimi_hal.errors import ContractError
 from kimi_hal.ops.kda import KDASpec
 from kimi_hal.ops.operator import get
-from kimi_hal.ops.spec import DCP, Limits, Spec
+from kimi_hal.ops.spec import DCP, Limits
 from kimi_hal.ops.topk_merge import TopKMergeSpec, TopKSpec
 from kimi_hal_tpu import buckets
 from kimi_hal_tpu.pallas import bridge
-from kimi_hal_tpu.static import StaticCall, apart
+from kimi_hal_tpu.static import apart
 
 KDA = KDASpec(num_heads=2, head_dim=4, checkpoints=True)
-
-
-class Recorded:
-    """A machine that keeps what it is given, and returns rows of zeros."""
-
-    def __init__(self, *results: Tensor) -> None:
-        self.results, self.operands, self.rows = results, {}, None
-
-    def run(self, operands: dict[str, Any], rows: int | None = None) -> list[Tensor]:
-        self.operands, self.rows = operands, rows
-        return list(self.results)
-
-
-def called(operator: str, spec: Spec, limits: Limits | None, device: str, machine: Any = None) -> StaticCall:
-    context = BuildContext(
-        operator=operator,
-        spec=spec,
-        limits=limits,
-        device=device,
-        arch="v6e",
-        sizes=Sizes(),
-        group=None,
-        persistent=None,
-        check=lambda **operands: None,
-        settings={},
-    )
-    return StaticCall(get(operator), context, machine or Recorded())
 
 
 def rows_of(device: str, limits: Limits, rows: int) -> int | None:

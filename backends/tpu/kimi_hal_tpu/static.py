@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from kimi_hal.dispatch import signatures
 from kimi_hal.dispatch.contract import BuildContext
@@ -62,10 +64,11 @@ class StaticCall:
 
     def function(self) -> Callable[..., Any]:
         """Return a plain function with the operator's signature."""
-        return signatures.function(self.op, self.op.name, apart(self))
+        return signatures.function(self.op, self.op.name, apart(self, views=kind(self.ctx) == "xla"))
 
     def __call__(self, given: dict[str, Any]) -> Any:
         """Run on operands by name; returns what the operator returns. No operator has a backward."""
+        refuse_tracers(self.op, given)
         self.ctx.check(**given)
         shapes = output_shapes(self.op, self.ctx.spec, self.ctx.limits, given)
         buffers = [self._buffer(shape, given) for shape in shapes]
@@ -107,7 +110,7 @@ class StaticCall:
     @property
     def on_host(self) -> bool:
         """Tell whether operands come from the CPU, and go back to it."""
-        return self.ctx.device == "cpu"
+        return on_host(self.ctx)
 
     def _grouped(self, results: list[Tensor], given: Operands) -> list[Any]:
         """Return the mutated operands' results, those of a list of tensors as a list."""
@@ -165,12 +168,28 @@ class StaticCall:
         return made.view(torch_dtype(shape.dtype)).to(device)
 
 
-def apart(call: Callable[..., Any]) -> Callable[..., Any]:
+def on_host(ctx: BuildContext) -> bool:
+    """Tell whether a plan is for operands on the CPU, ``"cpu"`` or ``"cpu:0"``: its programs are interpreted."""
+    return kind(ctx) == "cpu"
+
+
+def kind(ctx: BuildContext) -> str:
+    """Return torch's name of a plan's device, without its index."""
+    return ctx.device.partition(":")[0]
+
+
+def apart(call: Callable[..., Any], *, views: bool = False) -> Callable[..., Any]:
     """Return a function that records no gradient and that ``torch.compile`` runs between its graphs.
 
     It imports ``torch._dynamo``, which a process that plans nothing here is spared; torch-xla does so itself.
+
+    Args:
+        call: the function.
+        views: it makes views of tensors on the device, which torch-xla 2.9 cannot in inference mode.
     """
-    made: Callable[..., Any] = torch.compiler.disable(torch.no_grad()(call), reason=APART)  # type: ignore[no-untyped-call]
+    inner = torch.no_grad()(call)
+    inner = torch.inference_mode(False)(inner) if views else inner
+    made: Callable[..., Any] = torch.compiler.disable(inner, reason=APART)  # type: ignore[no-untyped-call]
     return made
 
 
@@ -240,6 +259,35 @@ def refuse_dynamic(op: Operator, sizes: Mapping[str, Any]) -> None:
                 "pass sizes that are numbers, padded to Limits.row_buckets; or trace plan.op"
             ],
         )
+
+
+def refuse_tracers(op: Operator, given: Operands) -> None:
+    """Refuse operands of a tracer, which hold no numbers to run a program on, and those of ``torch.vmap``.
+
+    Raises:
+        ContractError: a size is a symbol, or an operand has no data of its own.
+    """
+    named = [(name, t) for name, value in given.items() for t in _tensors(value)]
+    for name, tensor in named:
+        if torch._C._functorch.is_batchedtensor(tensor):
+            raise ContractError(
+                op.name, [f"{name} is one row of torch.vmap's batch: call it on the whole batch"]
+            )
+    refuse_dynamic(op, {f"{name}.shape[{i}]": size for name, t in named for i, size in enumerate(t.shape)})
+    for name, tensor in named:
+        if isinstance(tensor, (FakeTensor, FunctionalTensor)):
+            raise ContractError(
+                op.name,
+                [
+                    f"{name} is a {type(tensor).__name__} of a tracer and holds no numbers, on which a TPU program "
+                    "runs: call it outside of the tracer; or trace plan.op"
+                ],
+            )
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    many = value if isinstance(value, (list, tuple)) else [value]
+    return [item for item in many if isinstance(item, Tensor)]
 
 
 def operator(ctx: BuildContext) -> Operator:

@@ -23,7 +23,7 @@ from kimi_hal.ops.operator import Operator
 from kimi_hal_tpu import requirements
 from kimi_hal_tpu.pallas.operands import Program
 from kimi_hal_tpu.pallas_claims import BY_TORCH_XLA, ON_SPARSE_CORE
-from kimi_hal_tpu.static import Machine, StaticCall, apart, operator, place, refuse_dynamic
+from kimi_hal_tpu.static import Machine, StaticCall, apart, kind, on_host, operator, place, refuse_dynamic
 
 #: What becomes of a program on a kind of device: its versions checked, then what runs it.
 Machines = Callable[[BuildContext, Operator, str], Machine]
@@ -38,10 +38,10 @@ def build(ctx: BuildContext) -> Callable[..., Any]:
         PlanError: torch-xla drives no TPU.
     """
     op = operator(ctx)
-    machine = MACHINES[ctx.device.partition(":")[0]]
+    machine = MACHINES[kind(ctx)]
 
     def call(name: str) -> StaticCall:
-        device = ctx.device != "cpu"
+        device = not on_host(ctx)
         return StaticCall(op, ctx, machine(ctx, op, name), coded=device, padded=device)
 
     run = call(op.name).function()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any
 
@@ -14,7 +15,7 @@ from kimi_hal.dispatch.contract import BuildContext
 from kimi_hal.parallel import ownership
 from kimi_hal.parallel.groups import require
 from kimi_hal_tpu import requirements
-from kimi_hal_tpu.static import BYTES, StaticCall, apart, operator, place, refuse_dynamic
+from kimi_hal_tpu.static import BYTES, StaticCall, apart, kind, on_host, operator, place, refuse_dynamic
 from kimi_hal_tpu.xla.exchange import TRACE, Exchange
 
 #: A program: Spec, tensors by name -> outputs, then mutated operands.
@@ -29,7 +30,7 @@ def build(ctx: BuildContext) -> Callable[..., Any]:
         ToolMissingError: it is not for this torch.
     """
     requirements.check_torch_xla()
-    if ctx.device == "cpu":
+    if on_host(ctx):
         os.environ.setdefault("PJRT_DEVICE", "CPU")
     op = operator(ctx)
     if op.listed:
@@ -43,7 +44,7 @@ def build(ctx: BuildContext) -> Callable[..., Any]:
 
 def _call(ctx: BuildContext, program: Program) -> StaticCall:
     """Return a program's call. On the device FP8 becomes bytes inside the trace, which a plain view would leave."""
-    return StaticCall(operator(ctx), ctx, XLA(ctx, program), coded=ctx.device != "cpu")
+    return StaticCall(operator(ctx), ctx, XLA(ctx, program), coded=not on_host(ctx))
 
 
 def prepared(
@@ -60,6 +61,7 @@ class XLA:
     def __init__(self, ctx: BuildContext, program: Program) -> None:
         self.ctx, self.program = ctx, program
         self.op = operator(ctx)
+        self.on_host = on_host(ctx)
 
     def run(self, operands: dict[str, Any], rows: int | None = None) -> list[Tensor]:
         """Return the program's results: on the CPU if the operands were, else traced."""
@@ -72,11 +74,12 @@ class XLA:
             refuse_dynamic(self.op, {f"{name}.shape": size for t in tensors for size in t.shape})
         device = torch_xla.device()
         context = {"group": self._exchange(rows)} if self.op.grouped else {}
-        with TRACE:
+        # torch-xla's scan differentiates what it traces, which inference mode forbids.
+        with TRACE, torch.inference_mode(False), torch.no_grad(), on_the_cpu():
             with Traced():
                 moved = {name: _moved(value, device) for name, value in operands.items()}
                 results = list(self.program(self.ctx.spec, moved, **context))
-            if self.ctx.device != "cpu":
+            if not self.on_host:
                 return results
             torch_xla.sync(wait=True)
             return [result.cpu() for result in results]
@@ -88,7 +91,14 @@ class XLA:
             alone = self.ctx.spec.dcp.world == 1
         if alone:
             return None
-        return Exchange(require(self.ctx.group, self.ctx.spec.dcp), self.ctx.device == "cpu", rows)
+        group = require(self.ctx.group, self.ctx.spec.dcp)
+        return Exchange(group, self.on_host or group.device.type != "xla", rows)
+
+
+def on_the_cpu() -> AbstractContextManager[Any]:
+    """Return what keeps torch-xla's placeholders of steps where it expects them, whatever the default device is."""
+    default = torch.get_default_device()
+    return nullcontext() if default.type == "cpu" else torch.device("cpu")
 
 
 def _moved(value: Any, device: Any) -> Any:
@@ -115,4 +125,4 @@ def _test_entry(ctx: BuildContext, run: Callable[..., Any], family: Any) -> Call
         place(buffer, found)
         return (*results, buffer)
 
-    return apart(entry)
+    return apart(entry, views=kind(ctx) == "xla")
