@@ -12,6 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from kimi_hal_conformance import files
 from kimi_hal_conformance.compiling import table as compiling
+from kimi_hal_conformance.levels import BELOW, REACHED, STOPPED, UNTESTED
 from kimi_hal_conformance.plot import Plot, Row, Share
 from kimi_hal_conformance.report import summary, worst
 from kimi_hal_conformance.schema import Report, Tested
@@ -26,6 +27,8 @@ from kimi_hal_conformance.verdict import (
 )
 
 TEMPLATE = "report.html.j2"
+#: How a box of a level is marked, beside its colour.
+MARKS = {REACHED: "✓", STOPPED: "✗", BELOW: "<", UNTESTED: "–"}
 #: A page has no way to write control characters, which a process's output may hold.
 CONTROLS = dict.fromkeys({*range(32)} - {ord("\t"), ord("\n")}, "\ufffd")
 
@@ -89,6 +92,7 @@ def render(report: Report) -> str:
         overview=overview(parts),
         compiled=tuple(compiling.rows(report)) if compiling.compiled(report) else (),
         headers=compiling.HEADERS,
+        marks=MARKS,
         stand_ins=compiling.stand_ins(report),
         failures=tuple(v for v in report.verdicts if v.status in AGAINST),
     )

@@ -140,6 +140,10 @@ def environment(request: Request, probe: Probe, known: Mapping[str, str], starte
 
 def _check_made(request: Request) -> None:
     for case in filter(is_made, request.only):
+        if case.endswith((f"/{claims.LEFT_OUT}", "/*")):
+            raise UnknownNameError(
+                f"{case!r} is no case: it stands in a report for claims of which none is tried, and names each"
+            )
         if case not in cases.MADE:
             raise UnknownNameError(
                 f"no implementation of {request.backend} that is on trial claims what {case!r} stands for; "

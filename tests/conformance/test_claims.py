@@ -346,6 +346,21 @@ def test_an_id_that_no_claim_stands_behind_is_an_error(report: Report) -> None:
     )
 
 
+@pytest.mark.parametrize("case", ["merge_attn_states/claims/left-out", "merge_attn_states/claims/*"])
+def test_what_is_said_of_claims_is_no_case(case: str) -> None:
+    with pytest.raises(UnknownNameError) as error:
+        suite.run(Request("boasts", only=(case,)))
+    assert str(error.value) == (
+        f"{case!r} is no case: it stands in a report for claims of which none is tried, and names each"
+    )
+
+
+def test_a_case_of_a_claim_says_which_claim_it_tries(report: Report) -> None:
+    failed = next(v for v in of(report, "bold") if v.status == FAILED)
+    claim = failed.problems[0].partition("claimed (")[2].partition("), but ")[0]
+    assert cases.get(failed.case).why == f"What an implementation claims is tried: {claim}."
+
+
 def test_an_id_is_of_what_is_tried_and_of_nobody() -> None:
     made = Made(operator="topk_select", spec="{}", limits="{}", rows=1, differs="topk=3")
     assert made.id == Made(operator="topk_select", spec="{}", limits="{}", rows=1).id

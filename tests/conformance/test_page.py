@@ -155,6 +155,12 @@ def test_a_failure_stands_with_its_problem_replay_and_class() -> None:
     assert PAGE.count("<article>") == 3
 
 
+def test_a_level_is_told_without_colour() -> None:
+    assert "A box of a level: ✓ reached, ✗ failed, &lt; not reached, – not tested." in PAGE
+    assert re.search(r'<span class="step failed" title="correct: failed[^>]*>1✗</span>', PAGE)
+    assert re.search(r'<span class="step not_tested" title="[^>]*>\d–</span>', PAGE)
+
+
 def test_each_implementation_has_its_level_and_what_stops_it() -> None:
     (row,) = re.findall(r"<tr><th>kda_gate</th><td>acme.fast</td>.*?</tr>", PAGE, re.DOTALL)
     assert '<td class="number">0</td>' in row

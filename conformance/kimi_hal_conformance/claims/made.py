@@ -64,6 +64,7 @@ def case(made: Made) -> Case:
         limits=Limits.from_json(made.limits),
         make=layout.formed(draw, layout.Form(made.dtypes, made.shifts, made.gaps, made.aligned)),
         ranks=recipe.ranks(spec),
+        why=f"What an implementation claims is tried: {made.differs or 'every default'}.",
     )
 
 
