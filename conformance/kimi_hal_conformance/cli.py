@@ -11,6 +11,7 @@ from kimi_hal.settings import EXECUTIONS
 from kimi_hal_conformance.asked import PROFILE_NAMES, AskedError, Seconds
 from kimi_hal_conformance.compiling import command as compiling
 from kimi_hal_conformance.diff import diff
+from kimi_hal_conformance.interruption import STATUS, hold, interruptible
 from kimi_hal_conformance.listing import listing
 from kimi_hal_conformance.mutants.command import prove
 from kimi_hal_conformance.replay import replay
@@ -84,6 +85,7 @@ def cli() -> None:
 @html_option
 @compiling.compile_options
 @click.pass_context
+@interruptible
 def run(
     ctx: click.Context,
     backend: str,
@@ -151,6 +153,7 @@ def run(
             )
     except KimiHalError as error:
         raise AskedError(str(error)) from error
+    hold()
     wanted = ((output.write_json, json_path), (output.write_junit, junitxml), (page.write_html, html))
     unwritten = files.unwritten(report, wanted)  # before anything is printed, which nobody may read
     output.print_report(report, console)
@@ -160,7 +163,7 @@ def run(
         kept = json_path and json_path not in unwritten
         line = f"go on with --resume {json_path}" if kept else "--json FILE would have kept it"
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-        ctx.exit(130)
+        ctx.exit(STATUS)
     ctx.exit(0 if report.ok and not unwritten else 1)
 
 

@@ -17,6 +17,7 @@ from plugin_package import installed, write
 
 from kimi_hal_conformance import suite
 from kimi_hal_conformance.cli import cli
+from kimi_hal_conformance.interruption import SIGNALS
 from kimi_hal_conformance.report import summary
 from kimi_hal_conformance.request import Request
 from kimi_hal_conformance.schema import INTERRUPTED, read
@@ -57,7 +58,9 @@ def command(*arguments: str) -> list[str]:
     return [*start, *cases, *arguments]
 
 
-def interrupted(folder: Path, *arguments: str) -> tuple[int, str, float]:
+def interrupted(
+    folder: Path, *arguments: str, by: tuple[int, ...] = (signal.SIGINT,)
+) -> tuple[int, str, float]:
     """Start a run and interrupt it in its last case; return its status, output, and seconds until its end."""
     environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
@@ -71,8 +74,10 @@ def interrupted(folder: Path, *arguments: str) -> tuple[int, str, float]:
         while not (folder / "there").exists() and time.monotonic() < end:
             time.sleep(0.1)
         time.sleep(0.5)
-        run.send_signal(signal.SIGINT)
         start = time.monotonic()
+        for number in by:
+            run.send_signal(number)
+            time.sleep(0.02)
         output = run.communicate(timeout=60)[0]
     return run.returncode, output, time.monotonic() - start
 
@@ -96,6 +101,21 @@ def test_an_interrupted_run_leaves_what_it_found_and_is_gone_on_from(folder: Pat
     assert tried == [CASES[2]]
     assert rest.ok
     assert rest.counts()[PASSED] == 3
+
+
+def test_who_is_impatient_loses_nothing(folder: Path) -> None:
+    path = folder / "r.json"
+    status, output, _ = interrupted(folder, "--json", str(path), by=(signal.SIGTERM, signal.SIGINT))
+    assert status == 130, output
+    assert [v.status for v in read(path.read_bytes()).verdicts] == [PASSED, PASSED, NOT_RUN]
+
+
+def test_what_is_interrupted_before_anything_was_found_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = [signal.getsignal(number) for number in SIGNALS]
+    monkeypatch.setattr(suite, "run", lambda *given: os.kill(os.getpid(), signal.SIGTERM))
+    result = CliRunner().invoke(cli, ["run", "--backend", "reference"])
+    assert (result.exit_code, result.output) == (130, "interrupted, and nothing was kept\n")
+    assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
 def test_without_a_file_it_says_how_to_keep_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
