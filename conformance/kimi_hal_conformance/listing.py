@@ -15,7 +15,10 @@ from kimi_hal_conformance.asked import PROFILE_NAMES, AskedError
     "--fault", type=int, metavar="N", help="Those alone that reproduce this class of docs/faults.md."
 )
 def listing(operator: str | None, profile: str | None, fault: int | None) -> None:
-    """Print the cases: id, the first profile that has it, its class of fault if any, and why it exists."""
+    """Print the cases: id, the first profile that has it, its class of fault if any, and why it exists.
+
+    Those that an implementation's claims make are not among them: a report has their ids.
+    """
     from kimi_hal import ops
     from kimi_hal_conformance.case import CASES
     from kimi_hal_conformance.cases import load
