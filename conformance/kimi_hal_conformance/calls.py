@@ -132,6 +132,7 @@ def scratch(stage: Stage, found: Plan, placed: Mapping[str, Any]) -> dict[str, T
             for n, v in metadata(stage.question).items()
         }
         found.prepare(**known, step=made["step"])
+        stage.room.original("step")  # is every layer's to read
     return made
 
 

@@ -21,6 +21,8 @@ GUARD = 4096
 FILL = 0xFF
 #: What an integer output holds: no number that means anything, least of all −1.
 FILL_INTEGER = 0x5B
+#: Every byte of a number that is finite, positive and large, of any type: what a maximum never gets beyond.
+LARGE = 0x77
 
 
 #: An integer of as many bytes, whatever the strides: bits are compared, so that NaN equals itself.
@@ -98,6 +100,10 @@ class Room:
             assert (found.shape, found.dtype) == (value.shape, value.dtype), f"{name} has another form"
             self._fill_far(name, value) if name in self.far else placed.copy_(value)
             self.originals[name] = value.clone()
+
+    def original(self, name: str) -> None:
+        """Remember a buffer's bytes: from here on a call may read it, and no more."""
+        self.originals[name] = self.buffers[name].clone()
 
     def as_given(self, tensor: Tensor) -> Tensor:
         """Return an operand as the case has it: of a sparse one the rows that exist."""
@@ -178,8 +184,13 @@ def kind(buffer: Tensor) -> tuple[object, ...]:
 
 def poison(buffer: Tensor) -> Tensor:
     """Fill an output, whose innermost stride is 1, with what no result is, and return it."""
+    return cover(buffer, FILL if buffer.is_floating_point() else FILL_INTEGER)
+
+
+def cover(buffer: Tensor, byte: int) -> Tensor:
+    """Fill a buffer, whose innermost stride is 1, with one byte, and return it."""
     if buffer.numel():
-        buffer.view(torch.uint8).fill_(FILL if buffer.is_floating_point() else FILL_INTEGER)
+        buffer.view(torch.uint8).fill_(byte)
     return buffer
 
 

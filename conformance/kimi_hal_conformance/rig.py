@@ -20,7 +20,7 @@ from kimi_hal_conformance.calls import Called, Stage, Subject, declared
 from kimi_hal_conformance.case import Checkpoint
 from kimi_hal_conformance.forms import FormError, problems, results_of
 from kimi_hal_conformance.oracle import Answer, Question, buffers
-from kimi_hal_conformance.poison import FILL, GUARD, Room, poison
+from kimi_hal_conformance.poison import FILL, GUARD, LARGE, Room, cover, poison
 from kimi_hal_conformance.step import metadata
 from kimi_hal_conformance.surroundings import end_copies
 
@@ -47,6 +47,31 @@ class OnePlan(Subject):
         if key not in self.plans:
             self.plans[key] = super().plan(operator, question, implementation, pair)
         return self.plans[key]
+
+
+@dataclass(frozen=True)
+class Before:
+    """What memory of no meaning holds before a call.
+
+    Args:
+        scratch: every byte of workspace, step and records; ``None``: what the call before left there.
+        outputs: every byte of the outputs, ``FILL``: what no result is; ``None``: what the call before left there.
+    """
+
+    scratch: int | None = FILL
+    outputs: int | None = FILL
+
+    @property
+    def said(self) -> str:
+        """Return what stands behind a call's name; nothing where all of it is poison."""
+        if self == POISON:
+            return ""
+        told = {FILL: "poison", 0: "zeros", LARGE: "large numbers", None: "what the call before left"}
+        return f", over {told[self.scratch]} in its scratch and {told[self.outputs]} in its outputs"
+
+
+#: A new buffer's, as a checking allocator hands it out.
+POISON = Before()
 
 
 class Rig:
@@ -85,11 +110,39 @@ class Rig:
         device = torch.device(self.subject.device)
         self.wrong = tuple(problems(results, self.shapes, self.outs, self.ready.placed, device))
 
-    def fill(self, question: Question) -> None:
+    def fill(self, question: Question, before: Before = POISON) -> None:
         """Put another call's data where this one's is; poison everything else, then lead up to the call.
 
         Weights stay: they are where they are as long as a model is loaded.
         """
+        self._place(question, before)
+        if before.scratch is not None:
+            for buffer in self.rooms_own:
+                buffer.fill_(before.scratch)
+        if "step" in self.scratch:
+            self.ready.plan.prepare(**self.known, step=self.scratch["step"])
+            self.room.original("step")
+        self.ready.lead()
+        self.subject.hooks.synchronize()
+
+    def answer(self, question: Question, before: Before = POISON) -> Called:
+        """Return what comes out for other data, and what was wrong beside the values."""
+        self.fill(question, before)
+        self.run()
+        return self.collected()
+
+    def next_layer(self, question: Question) -> Called | None:
+        """Return what the last call's data give on the step that was prepared for it; ``None`` without a step."""
+        if "step" not in self.scratch:
+            return None
+        self._place(question, POISON)
+        self.ready.lead()
+        self.subject.hooks.synchronize()
+        self.run()
+        return self.collected()
+
+    def _place(self, question: Question, before: Before) -> None:
+        """Put a call's operands, and what its ``prepare`` takes, where they stay, and fill the outputs."""
         for name, value in named(question):
             if not isinstance(value, Checkpoint):
                 self.room.refill(name, value)
@@ -97,19 +150,10 @@ class Rig:
             if name in self.known:
                 self.room.refill(name, value)
         for buffer in self.outs.values():
-            poison(buffer)
-        for buffer in self.rooms_own:
-            buffer.fill_(FILL)
-        if "step" in self.scratch:
-            self.ready.plan.prepare(**self.known, step=self.scratch["step"])
-        self.ready.lead()
-        self.subject.hooks.synchronize()
-
-    def answer(self, question: Question) -> Called:
-        """Return what comes out for other data, and what was wrong beside the values."""
-        self.fill(question)
-        self.run()
-        return self.collected()
+            if before.outputs == FILL:
+                poison(buffer)
+            elif before.outputs is not None:
+                cover(buffer, before.outputs)
 
     def collected(self) -> Called:
         """Return what the call has left, on the CPU."""

@@ -25,12 +25,13 @@ IMPLEMENTATIONS = """
 from kimi_hal.dispatch.contract import Properties
 
 
-def promising(operator, name, **promises):
+def promising(operator, name, prepare=None, **promises):
     promises = {"deterministic": True} | promises
     capabilities = tuple(
         Capability(("*",), covered, properties=Properties(**promises)) for covered in coverage(get(operator).spec_type)
     )
-    return Implementation(operator, name, build="related_kernels:" + name, capabilities=capabilities)
+    own = {"prepare": prepare, "size": "related_kernels:sixteen_bytes"} if prepare else {}
+    return Implementation(operator, name, build="related_kernels:" + name, capabilities=capabilities, **own)
 
 
 IMPLEMENTATIONS = (
@@ -41,6 +42,8 @@ IMPLEMENTATIONS = (
     promising("merge_attn_states", "few_rows"),
     promising("merge_attn_states", "adds_up"),
     promising("merge_attn_states", "first_size"),
+    promising("merge_attn_states", "largest"),
+    promising("merge_attn_states", "only_where_unwritten"),
     promising("merge_attn_states", "two_at_once", concurrent=True),
     promising("merge_attn_states", "shares", concurrent=True),
     promising("merge_attn_states", "one_at_a_time", concurrent=True),
@@ -52,6 +55,10 @@ IMPLEMENTATIONS = (
     promising("kda_prefill", "multiplies"),
     promising("indexer_topk", "right", batch_invariant=True),
     promising("indexer_topk", "of_four", batch_invariant=True),
+    promising("indexer_topk", "with_a_step", prepare="related_kernels:ones"),
+    promising("indexer_topk", "prepared_once", prepare="related_kernels:ones_once"),
+    promising("indexer_topk", "uses_its_step_up", prepare="related_kernels:ones"),
+    promising("indexer_topk", "takes_its_mark", prepare="related_kernels:ones"),
     promising("topk_merge", "right"),
     promising("topk_merge", "tires"),
 )
@@ -62,6 +69,7 @@ import time
 from dataclasses import replace
 
 from kimi_hal.dispatch import signatures
+from kimi_hal.dispatch.contract import Sizes
 from kimi_hal.ops import get
 from kimi_hal.reference.backend import build as right
 
@@ -127,6 +135,97 @@ def first_size(ctx):
         return results
 
     return around(ctx, change)
+
+
+def largest(ctx):
+    # A largest value is gathered in the output, which nobody empties.
+    held = {}
+
+    def before(given):
+        held["out"] = None if given["out"] is None else given["out"].clone()
+
+    def change(given, results):
+        if held["out"] is not None:
+            results[0].copy_(results[0].fmax(held["out"]))
+        return results
+
+    return around(ctx, change, before)
+
+
+def only_where_unwritten(ctx):
+    # An entry of the output that is a number counts as done.
+    held = {}
+
+    def before(given):
+        held["out"] = None if given["out"] is None else given["out"].clone()
+
+    def change(given, results):
+        if held["out"] is not None:
+            results[0].copy_(results[0].where(held["out"].isnan(), held["out"]))
+        return results
+
+    return around(ctx, change, before)
+
+
+def sixteen_bytes(spec, limits, arch):
+    return Sizes(step=16, workspace=16)
+
+
+def ones(ctx):
+    return lambda *known, step, **more: step.fill_(1)
+
+
+def ones_once(ctx):
+    # What stands in the step says that it is prepared: for an earlier one. The second byte counts that.
+    def prepare(*known, step, **more):
+        done = bool((step[2:] == 1).all())
+        step.fill_(1)
+        step[1] = 0 if done else 1
+
+    return prepare
+
+
+def with_a_step(ctx):
+    op, reference = get(ctx.operator), right(ctx)
+
+    def call(given):
+        live = bool(given["step"][1])
+        return signatures.apply(op, reference, given if live else given | {"row_len": given["row_len"] * 0})
+
+    run = signatures.function(op, op.name, call)
+    run.return_scores = reference.return_scores
+    return run
+
+
+prepared_once = with_a_step
+
+
+def uses_its_step_up(ctx):
+    op, reference = get(ctx.operator), with_a_step(ctx)
+
+    def call(given):
+        results = signatures.apply(op, reference, given)
+        given["step"].zero_()
+        return results
+
+    run = signatures.function(op, op.name, call)
+    run.return_scores = reference.return_scores
+    return run
+
+
+def takes_its_mark(ctx):
+    # The workspace is set up by the first call that finds no mark there.
+    op, reference = get(ctx.operator), right(ctx)
+
+    def call(given):
+        mark = given["workspace"][:8]
+        seen = bool((mark == 42).all())
+        mark.fill_(42)
+        return signatures.apply(op, reference, given | {"row_len": given["row_len"] * 0} if seen else given)
+
+    run = signatures.function(op, op.name, call)
+    run.return_scores = reference.return_scores
+    return run
 
 
 def shares(ctx):
@@ -286,6 +385,16 @@ def test_a_plan_that_may_run_twice_at_once_is_made_to(verdicts: dict[tuple[str, 
     assert (found.status, found.promises[-1]) == (PASSED, "concurrent")
 
 
+def test_a_step_is_prepared_anew_for_each_step(verdicts: dict[tuple[str, str], Verdict]) -> None:
+    assert verdicts["indexer_topk", "with_a_step"].status == PASSED
+
+
+def test_a_call_may_not_change_its_step(verdicts: dict[tuple[str, str], Verdict]) -> None:
+    found = verdicts["indexer_topk", "uses_its_step_up"]
+    assert (found.status, found.promises[-1]) == (FAILED, "purity")
+    assert found.problems[0] == "call 1 of one plan, new data at the same addresses: step was modified"
+
+
 def test_who_declares_no_bits_is_held_to_the_oracle(verdicts: dict[tuple[str, str], Verdict]) -> None:
     found = verdicts["merge_attn_states", "modest"]
     assert (found.status, found.promises) == (
@@ -302,7 +411,8 @@ def test_who_declares_no_bits_is_held_to_the_oracle(verdicts: dict[tuple[str, st
             "remembers",
             "purity",
             2,
-            "call 3 of one plan, new data at the same addresses: out has other bits than in new memory",
+            "call 3 of one plan, new data at the same addresses, over what the call before left in its scratch "
+            "and large numbers in its outputs: out has other bits than in new memory",
         ),
         (
             "merge_attn_states",
@@ -319,6 +429,31 @@ def test_who_declares_no_bits_is_held_to_the_oracle(verdicts: dict[tuple[str, st
             "purity",
             2,
             "one plan, another size, without given buffers: out has other bits than in new memory",
+        ),
+        (
+            "merge_attn_states",
+            "largest",
+            "purity",
+            2,
+            "call 2 of one plan, new data at the same addresses, over zeros in its scratch "
+            "and zeros in its outputs: out has other bits than in new memory",
+        ),
+        ("merge_attn_states", "only_where_unwritten", "purity", 2, "call 2 of one plan"),
+        (
+            "indexer_topk",
+            "prepared_once",
+            "purity",
+            2,
+            "call 3 of one plan, new data at the same addresses, over what the call before left in its scratch "
+            "and large numbers in its outputs: out has other bits than in new memory",
+        ),
+        (
+            "indexer_topk",
+            "takes_its_mark",
+            "purity",
+            2,
+            "call 1 of one plan, new data at the same addresses, the second on one prepared step: "
+            "out has other bits than in new memory",
         ),
         ("merge_attn_states", "shares", "concurrent", 2, "call "),
         (

@@ -29,7 +29,8 @@ def declared(mutant: Mutant) -> Iterator[Implementation]:
             name=mutant.id,
             build=f"{BUILDERS}:build_{mutant.id}",
             weights=like.weights and f"{BUILDERS}:weights_{mutant.id}",
-            size=like.size and f"{BUILDERS}:sizes_{mutant.id}",
+            size=f"{BUILDERS}:sizes_{mutant.id}" if like.size or mutant.workspace or mutant.step else None,
+            prepare=f"{BUILDERS}:prepare_{mutant.id}" if mutant.step else None,
             source=(),
             # What a mutant prepares or records is for itself: another one's fault is not its own.
             weights_format=like.weights_format and f"{like.weights_format}.{mutant.id}",

@@ -27,6 +27,8 @@ class Mutant:
         areas: the areas of properties that may kill it.
         passes: the field's tolerance that accepts it on random inputs (``tolerances.py``).
         fault: class of ``docs/faults.md``, or 0.
+        workspace: bytes of workspace that it asks for, of which the reference needs none.
+        step: bytes of a step for each row that it is planned for; its run function then carries ``prepare``.
     """
 
     id: str
@@ -39,6 +41,8 @@ class Mutant:
     operators: tuple[str, ...] = ()
     areas: tuple[str, ...] = ()
     fault: int = 0
+    workspace: int = 0
+    step: int = 0
 
     @property
     def module(self) -> str:

@@ -35,16 +35,16 @@ def problems(ground: Ground) -> Iterator[str]:
     plan = OnePlan.of(ground.subject)
     calls = rounds(ground)
     rigs: dict[int, Rig] = {}
-    for shape, _ in calls:
+    for shape, _, _ in calls:
         if id(shape) not in rigs:
             rig = rigs[id(shape)] = Rig(shape, plan)
-            told = list(_capture(rig, [question for other, question in calls if other is shape][-1]))
+            told = list(_capture(rig, [question for other, question, _ in calls if other is shape][-1]))
             yield from told
             if told:
                 return
-    for number, (shape, question) in enumerate(calls, 1):
-        found = rigs[id(shape)].answer(question)
-        yield from ground.differs(question, found, f"replay {number} of {len(calls)}")
+    for number, (shape, question, before) in enumerate(calls, 1):
+        found = rigs[id(shape)].answer(question, before)
+        yield from ground.differs(question, found, f"replay {number} of {len(calls)}{before.said}")
 
 
 def _capture(rig: Rig, later: Question) -> Iterator[str]:

@@ -13,6 +13,7 @@ from kimi_hal_conformance.ranks import on_ranks, questions
 from kimi_hal_conformance.relations import variants
 from kimi_hal_conformance.relations.ground import unequal
 from kimi_hal_conformance.relations.lasting import later
+from kimi_hal_conformance.relations.purity import BEFORE
 from kimi_hal_conformance.rig import OnePlan, Rig, with_operands
 from kimi_hal_conformance.scripts import call
 
@@ -69,7 +70,7 @@ def answered(question: Question, other: Mapping[str, Any], subject: Subject) -> 
     plan = OnePlan.of(subject)
     large, little = Rig(question, plan), Rig(small, plan)
     rounds = ((large, question), (little, small), (large, new), (little, small_new), (large, question))
-    answers = [(asked, rig.answer(asked)) for rig, asked in rounds]
+    answers = [(asked, rig.answer(asked, held)) for (rig, asked), held in zip(rounds, BEFORE, strict=True)]
     answers += [(asked, call(asked, plan, given=False)) for asked in (small, question)]
     return [(asked, got, call(asked, subject, given=True)) for asked, got in answers]
 

@@ -79,6 +79,47 @@ add(
             operators=("moe_experts",),
         ),
         Mutant(
+            id="workspace_set_up_once",
+            file="reference/backend.py",
+            old="        results = self.fn(self.ctx.spec, **operands, **context, **tested)",
+            new=(
+                "        results = (lambda found, mark: "
+                "([t.mul_(0) for t in found] if bool((mark == 42).all()) else 0, mark.fill_(42), found)[2])"
+                "(self.fn(self.ctx.spec, **operands, **context, **tested), given['workspace'][:8])"
+            ),
+            breaks="What the last call left in the workspace is taken for its own progress, and nothing is done.",
+            imitates="https://github.com/flashinfer-ai/flashinfer/pull/1463",
+            passes="flashinfer-bench",
+            operators=("sparse_mla", "topk_select"),
+            workspace=64,
+        ),
+        Mutant(
+            id="step_prepared_once",
+            file="reference/backend.py",
+            old="    run = signatures.function(op, op.name, call)",
+            new=(
+                "    run = signatures.function(op, op.name, lambda given: call({**given, 'row_len': "
+                "given['step'][8 : 8 + given['row_len'].nbytes].view(given['row_len'].dtype)})); "
+                "run.prepare = lambda row_len, step, **known: bool((step[:8] == 42).all()) or ("
+                "step[8 : 8 + row_len.nbytes].copy_(row_len.repeat(1).view(step.dtype)), step[:8].fill_(42))"
+            ),
+            breaks="A step that was prepared before is not prepared again: the lengths are those of the first one.",
+            imitates="https://github.com/vllm-project/vllm/pull/41162",
+            passes="flashinfer-bench",
+            operators=("indexer_logits", "indexer_topk"),
+            step=16,
+        ),
+        Mutant(
+            id="maximum_into_output",
+            file="reference/backend.py",
+            old="        buffer.copy_(value)",
+            new="        buffer.copy_(value.fmax(buffer) if str(value.dtype) == 'torch.float32' else value)",
+            breaks="A largest value is gathered in the caller's buffer, in which an earlier step's is larger.",
+            imitates="https://github.com/Azure/MS-AMP/pull/17",
+            passes="flashinfer-bench",
+            operators=("quantize_index_query", "kda_gate", "moe_route"),
+        ),
+        Mutant(
             id="gather_input_kept_by_address",
             file="reference/backend.py",
             old="operands = {name: given[name] for name in (*self.inputs, *self.written)}",
