@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import kimi_hal as hal
 from benchmarks import sparse_mla as portable
 from benchmarks.indexer import copy_rate, microseconds
 from benchmarks.nvidia_indexer import cell
@@ -38,11 +39,13 @@ from kimi_hal.reference import sparse_mla as reference
 PREFILLS = (1024, 4096, 16384)
 
 
-def built(spec: SparseMLASpec, rows: int) -> Callable[..., Any]:
-    """Return the run function of the CUDA implementation."""
+def built(spec: SparseMLASpec, rows: int, way: dict[str, int] | None = None) -> Callable[..., Any]:
+    """Return the run function of the CUDA implementation: as it is planned, or cut in a given way."""
     from kimi_hal_nvidia.sparse_mla import build_sparse_mla
 
     limits = Limits(max_rows=rows, max_reqs=rows)
+    if way is None:
+        return hal.plan("sparse_mla", spec, limits, device=DEVICE, implementation="nvidia.cuda").run
     context = BuildContext(
         operator="sparse_mla",
         spec=spec,
@@ -54,6 +57,7 @@ def built(spec: SparseMLASpec, rows: int) -> Callable[..., Any]:
         persistent=None,
         check=check.compiled(OPERATORS["sparse_mla"], spec, limits, device=DEVICE),
         settings={},
+        configuration=way,
     )
     return build_sparse_mla(context)
 
@@ -65,18 +69,10 @@ def chosen(rows: int) -> Tensor:
     return torch.randint(0, CONTEXT, (rows, TOPK), dtype=torch.int32, device=DEVICE)
 
 
-def attend(name: str, heads: int, rows: int, parts: int = 0) -> dict[str, Any]:
+def attend(name: str, heads: int, rows: int, way: dict[str, int] | None = None) -> dict[str, Any]:
     """Time attention of a plan for ``rows`` rows, compared with the reference in float64 on two of them."""
-    import kimi_hal_nvidia.sparse_mla as own
-
     spec = SparseMLASpec(num_heads=heads, latent=name, page=PAGE, topk=TOPK)
-    planned = own.parts_of
-    if parts:
-        own.parts_of = lambda spec, limits: parts
-    try:
-        run = built(spec, rows)
-    finally:
-        own.parts_of = planned
+    run = built(spec, rows, way)
     q, cache, indices = portable.queries(rows, heads), portable.cache_of(name), chosen(rows)
     scale = torch.tensor([SCALE], device=DEVICE) if name == FP8 else None
     out, lse = run(q, cache, indices, scale)
@@ -177,6 +173,17 @@ def shares(figures: dict[str, Any], rate: float) -> Iterator[dict[str, Any]]:
             )
 
 
+def sweep(note: Callable[[str, Any], None]) -> None:
+    """Time the ways of cutting that a table of measurements would choose from."""
+    from kimi_hal_nvidia.attention_plan import configurations
+
+    for heads in (12, 96):
+        for rows in DECODES:
+            spec = SparseMLASpec(num_heads=heads, latent=FP8, page=PAGE, topk=TOPK)
+            for way in configurations(spec, Limits(max_rows=rows, max_reqs=rows), "sm_90"):
+                note(f"sweep fp8 {heads} heads {rows} {way}", attend(FP8, heads, rows, way)["us"])
+
+
 def main() -> None:
     """Measure and keep the figures."""
     rate = copy_rate()
@@ -204,9 +211,7 @@ def main() -> None:
                 asked = f"flashmla prefill {heads} heads {rows}"
                 note(asked, peer(lambda h=heads, r=rows: flash.prefill(h, r)))
     if os.environ.get("SWEEP"):
-        for rows in DECODES:
-            for parts in (1, 2, 4, 8, 16):
-                note(f"sweep fp8 12 heads {rows} parts {parts}", attend(FP8, 12, rows, parts)["us"])
+        sweep(note)
     keep("h200/sparse_mla", figures)
     keep_cells(list(shares(figures, rate)))
 

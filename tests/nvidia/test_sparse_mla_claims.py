@@ -10,8 +10,8 @@ from kimi_hal.dispatch import matching
 from kimi_hal.ops.operator import get
 from kimi_hal.ops.sparse_mla import SparseMLASpec
 from kimi_hal.ops.spec import Limits
-from kimi_hal_nvidia import cubins, sparse_mla
-from kimi_hal_nvidia.attention_plan import parts_of
+from kimi_hal_nvidia import cubins, merge_states, sparse_mla
+from kimi_hal_nvidia.attention_plan import FORMS, configurations, cut
 from kimi_hal_nvidia.implementations import IMPLEMENTATIONS
 from kimi_hal_nvidia.parameters import Parameters
 from kimi_hal_nvidia.sparse_mla_claims import SPARSE_MLA
@@ -57,25 +57,46 @@ def test_a_kernel_that_the_suite_has_not_passed_stands_behind_the_portable_one()
 
 
 @pytest.mark.parametrize(
-    ("heads", "rows", "parts"),
+    ("heads", "rows", "form", "parts"),
     [
-        (12, 1, 16),
-        (12, 8, 8),
-        (12, 32, 3),
-        (12, 64, 2),
-        (12, 320, 1),
-        (12, 4096, 1),
-        (96, 8, 4),
-        (96, 64, 1),
+        (12, 1, "16", 16),
+        (12, 64, "16", 2),
+        (12, 128, "16", 1),
+        (96, 1, "16", 16),
+        (96, 64, "48", 1),
+        (96, 4096, "48", 1),
     ],
 )
-def test_keys_are_cut_as_it_took_the_least_time(heads: int, rows: int, parts: int) -> None:
-    assert parts_of(SparseMLASpec(num_heads=heads, latent=FP8), limits(rows)) == parts
+def test_keys_are_cut_as_it_took_the_least_time(heads: int, rows: int, form: str, parts: int) -> None:
+    found = cut(SparseMLASpec(num_heads=heads, latent=FP8), limits(rows), {})
+    assert (found[0].name, found[1]) == (form, parts)
 
 
-@pytest.mark.parametrize(("topk", "parts"), [(1, 1), (64, 1), (65, 2), (200, 4)])
-def test_no_part_is_without_a_tile(topk: int, parts: int) -> None:
-    assert parts_of(SparseMLASpec(num_heads=12, latent=FP8, topk=topk), limits(1)) <= parts
+@pytest.mark.parametrize(("topk", "most"), [(1, 1), (64, 1), (65, 2), (200, 4)])
+def test_no_part_is_without_a_tile(topk: int, most: int) -> None:
+    spec = SparseMLASpec(num_heads=12, latent=FP8, topk=topk)
+    assert cut(spec, limits(1), {})[1] <= most
+    assert all(way["parts"] <= most for way in configurations(spec, limits(1), "sm_90"))
+
+
+def test_a_configuration_is_followed_and_the_builder_s_own_choice_is_one() -> None:
+    spec = SparseMLASpec(num_heads=24, latent=FP8)
+    tried = configurations(spec, limits(8), "sm_90")
+    for way in tried:
+        form, parts = cut(spec, limits(8), way)
+        assert {"form": form.number, "parts": parts} == way
+    own = cut(spec, limits(8), {})
+    assert {"form": own[0].number, "parts": own[1]} == tried[0]
+    assert [form.number for form in FORMS] == sorted({form.number for form in FORMS})
+
+
+@pytest.mark.parametrize("by", [1, 2, 3, 48, 64, 1000, 1 << 20, (1 << 31) - 1, (1 << 32) - 1])
+def test_a_division_is_a_product_and_a_shift(by: int) -> None:
+    divisor, factor, shift = sparse_mla.divisor(by)
+    assert (divisor, factor >> 32, shift < 64) == (by, 0, True)
+    for n in (0, 1, by - 1, by, by + 1, 5 * by - 1, 12345678, (1 << 31) - 1):
+        if n < 1 << 31:
+            assert n * factor >> shift == n // by
 
 
 def test_the_structure_and_the_shared_memory_are_those_that_the_source_asserts() -> None:
@@ -85,3 +106,9 @@ def test_the_structure_and_the_shared_memory_are_those_that_the_source_asserts()
     assert {name: int(size) for name, size in rooms.items()} == dict(kept)
     packed = Parameters(sparse_mla.ADDRESSES, sparse_mla.NUMBERS).size
     assert re.findall(r"sizeof\(Attention\) == (\d+)", source) == [str(packed)]
+
+
+def test_the_merge_s_structure_is_as_long_as_in_the_source() -> None:
+    source = (cubins.SOURCES / "merge_states.cu").read_text()
+    packed = Parameters(merge_states.ADDRESSES, merge_states.NUMBERS).size
+    assert re.findall(r"sizeof\(Merging\) == (\d+)", source) == [str(packed)]

@@ -47,6 +47,7 @@ STEMS = {
         "shards.cuh",
     ),
     "sparse_mla": ("copies.cuh", "latents.cuh", "tall.cuh", "block.cuh"),
+    "merge_states": ("block.cuh",),
 }
 
 

@@ -6,7 +6,7 @@ from kimi_hal.dispatch.contract import Implementation
 from kimi_hal.triton.capabilities import implementations
 from kimi_hal_nvidia.adapters.claims import ADAPTERS
 from kimi_hal_nvidia.indexer_claims import INDEXER
-from kimi_hal_nvidia.sparse_mla_claims import SPARSE_MLA
+from kimi_hal_nvidia.sparse_mla_claims import MERGE, SPARSE_MLA
 from kimi_hal_nvidia.tensor_memory_claims import TENSOR_MEMORY
 
 ARCHITECTURES = ("sm_90", "sm_100", "sm_103")
@@ -15,6 +15,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *implementations(ARCHITECTURES),
     *INDEXER,
     *SPARSE_MLA,
+    *MERGE,
     *TENSOR_MEMORY,
     *ADAPTERS,
 )

@@ -10,19 +10,34 @@ import torch
 from kimi_hal.dispatch.contract import BuildContext
 from kimi_hal.ops.sparse_mla import SparseMLASpec
 from kimi_hal_nvidia import driver
-from kimi_hal_nvidia.attention_plan import PROCESSORS, head_blocks, heads_of, parts_of, tiles
+from kimi_hal_nvidia.attention_plan import PROCESSORS, Form, cut, tiles
 from kimi_hal_nvidia.parameters import Parameters
 from kimi_hal_nvidia.streams import device_index, on_device, raw_stream
 
 #: ``struct Attention`` of ``sparse_mla.cu``: addresses, then numbers.
-ADDRESSES, NUMBERS = 10, "10q15if"
-#: Kernels of a latent format by heads of a block: name, and bytes of shared memory of a block.
+ADDRESSES, NUMBERS = 10, "10q12i9If"
+#: Kernels of a latent format by form: name, and bytes of shared memory of a block.
 KERNELS = {
-    "latent.fp8.e4m3fn.tensor": {16: ("fp8_16", 223232), 32: ("fp8_32", 211968)},
-    "latent.nvfp4.352": {16: ("nvfp4_16", 208896), 32: ("nvfp4_32", 214016)},
+    "latent.fp8.e4m3fn.tensor": {
+        "16": ("fp8_16", 223232),
+        "32": ("fp8_32", 211968),
+        "48": ("fp8_48", 227328),
+        "pair": ("fp8_pair", 101376),
+    },
+    "latent.nvfp4.352": {
+        "16": ("nvfp4_16", 208896),
+        "32": ("nvfp4_32", 214016),
+        "48": ("nvfp4_48", 206848),
+        "pair": ("nvfp4_pair", 91136),
+    },
 }
-THREADS = 384
 SPACES = {"slot": 0, "position": 1, "local": 2}
+
+
+def divisor(by: int) -> tuple[int, int, int]:
+    """Return ``struct Divisor``: what a number below 2^31 is multiplied by, and shifted, to be divided by ``by``."""
+    bits = 31 + (by - 1).bit_length()
+    return by, (1 << bits) // by + 1, bits
 
 
 def address(tensor: Any) -> int:
@@ -36,25 +51,30 @@ def stride(tensor: Any) -> int:
 
 
 class Attention:
-    """Attends for one plan."""
+    """Attends in one way of cutting.
 
-    def __init__(self, ctx: BuildContext) -> None:
-        spec: SparseMLASpec = ctx.spec
-        index = device_index(ctx.device)
-        name, shared = KERNELS[spec.latent][heads_of(spec)]
-        self.parts = ctx.configuration.get("parts") or parts_of(spec, ctx.limits)
-        self.blocks = head_blocks(spec)
+    Args:
+        spec: of the operator.
+        form: of the kernel.
+        parts: that a row's keys are cut into.
+        arch: of the device.
+        index: of the device.
+    """
+
+    def __init__(self, spec: SparseMLASpec, form: Form, parts: int, arch: str, index: int) -> None:
+        name, shared = KERNELS[spec.latent][form.name]
+        self.parts, self.blocks = parts, form.blocks(spec)
         self.parameters = Parameters(ADDRESSES, NUMBERS)
-        kernel = driver.kernel("sparse_mla", ctx.arch, name, threads=THREADS, shared=shared, device=index)
+        kernel = driver.kernel("sparse_mla", arch, name, threads=form.threads, shared=shared, device=index)
         self.launch = driver.launcher(kernel, self.parameters.address, cluster=True)
         self.stream = raw_stream(index)
-        each = -(-tiles(spec) // self.parts)
         #: Where rows are not cut, blocks take rows and heads in turn; a cluster has one.
-        self.most = PROCESSORS if self.parts == 1 else 1 << 30
+        self.most = PROCESSORS * form.there if parts == 1 else 1 << 30
+        world, interleave = spec.dcp.world, spec.dcp.interleave
         self.fixed = (
-            *(spec.num_heads, self.parts, each, spec.page, SPACES[spec.index_space]),
-            *(spec.dcp.world, spec.dcp.rank, spec.dcp.interleave),
+            *(spec.num_heads, parts, -(-tiles(spec) // parts), SPACES[spec.index_space], spec.dcp.rank),
             *(int(spec.q_dtype != "bfloat16"), int(spec.return_lse)),
+            *(*divisor(spec.page), *divisor(interleave), *divisor(world * interleave)),
             float(spec.softmax_scale),
         )
 
@@ -91,7 +111,8 @@ class Attention:
 def build_sparse_mla(ctx: BuildContext) -> Callable[..., Any]:
     """Make the run function of ``sparse_mla``."""
     spec, check = ctx.spec, ctx.check
-    attend = Attention(ctx)
+    form, parts = cut(spec, ctx.limits, ctx.configuration)
+    attend = Attention(spec, form, parts, ctx.arch, device_index(ctx.device))
     heads, rank, lse_width = spec.num_heads, spec.kv_rank, spec.num_heads if spec.return_lse else 0
 
     def run(

@@ -1,4 +1,4 @@
-"""Claims of this backend's own attention over latents, as data. Imports no torch."""
+"""Claims of this backend's own attention over latents and of its merge, as data. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,36 +21,50 @@ SPEC: dict[str, Domain] = {
     "q_dtype": OneOf(("bfloat16", "float8_e4m3fn")),
     "return_lse": FLAG,
 }
-SOURCE = tuple(
-    f"kimi_hal_nvidia/{name}"
-    for name in (
-        "attention_plan.py",
-        "cubins/sparse_mla*",
-        "cubins.py",
-        "driver.py",
-        "parameters.py",
-        "sparse_mla.py",
-        "streams.py",
+MERGED: dict[str, Domain] = {
+    "parts": Range(1, 64),
+    "num_heads": Range(1, 128),
+    "dim": OneOf((512,)),
+    "dtype": OneOf(("bfloat16",)),
+    "return_lse": FLAG,
+}
+#: Numbers of a part are read 16 bytes at a time.
+PARTS = {"outs": TensorCap(align=16), "lses": ELEMENT}
+
+
+def _source(*own: str) -> tuple[str, ...]:
+    return tuple(
+        f"kimi_hal_nvidia/{name}" for name in (*own, "cubins.py", "driver.py", "parameters.py", "streams.py")
     )
-)
 
 
-def _implementation(name: str, arch: tuple[str, ...], execution: str) -> Implementation:
-    return Implementation(
+#: Architectures and how their code runs. Blackwell's is looked at and never run: nothing can plan it.
+RUN = {"cuda": (("sm_90",), "native"), "cuda_blackwell": (("sm_100", "sm_103"), "compile_only")}
+
+SPARSE_MLA = tuple(
+    Implementation(
         operator="sparse_mla",
         name=name,
         build="kimi_hal_nvidia.sparse_mla:build_sparse_mla",
         capabilities=(Capability(arch=arch, spec=SPEC, tensors=OPERANDS, properties=ROW, requires=REQUIRES),),
         preferences=BY_NAME,
         execution=(execution,),
-        source=SOURCE,
+        source=_source("attention_plan.py", "cubins/sparse_mla*", "sparse_mla.py"),
         compile="kimi_hal_nvidia.sparse_mla_kernels:sparse_mla",
         configurations="kimi_hal_nvidia.attention_plan:configurations",
     )
-
-
-#: Blackwell's code is looked at and never run: nothing can plan it.
-SPARSE_MLA = (
-    _implementation("cuda", ("sm_90",), "native"),
-    _implementation("cuda_blackwell", ("sm_100", "sm_103"), "compile_only"),
+    for name, (arch, execution) in RUN.items()
+)
+MERGE = tuple(
+    Implementation(
+        operator="merge_attn_states",
+        name=name,
+        build="kimi_hal_nvidia.merge_states:build_merge_attn_states",
+        capabilities=(Capability(arch=arch, spec=MERGED, tensors=PARTS, properties=ROW, requires=REQUIRES),),
+        preferences=BY_NAME,
+        execution=(execution,),
+        source=_source("cubins/merge_states*", "merge_states.py"),
+        compile="kimi_hal_nvidia.sparse_mla_kernels:merge_attn_states",
+    )
+    for name, (arch, execution) in RUN.items()
 )

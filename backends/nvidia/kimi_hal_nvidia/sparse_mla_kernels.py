@@ -1,10 +1,11 @@
-"""The code of this backend's own attention, and what it must hold."""
+"""The code of this backend's own attention and of its merge, and what it must hold."""
 
 from __future__ import annotations
 
 from kimi_hal.dispatch.contract import Instruction, Kernel, Target
 from kimi_hal_nvidia.compiling import described
 from kimi_hal_nvidia.indexer_kernels import BULK_COPY, CLUSTER, CONVERTED
+from kimi_hal_nvidia.merge_states import KERNEL
 from kimi_hal_nvidia.sparse_mla import KERNELS
 
 SCALED = Instruction(r"HMUL2", "a latent is multiplied by its scale, two at a time")
@@ -22,7 +23,7 @@ def products(target: Target) -> Instruction:
 
 
 def sparse_mla(target: Target) -> tuple[Kernel, ...]:
-    """Return the kernels of each latent format, for 16 and 32 heads a block."""
+    """Return the kernels of each latent format, form by form."""
     return tuple(
         described(
             "sparse_mla",
@@ -39,3 +40,11 @@ def sparse_mla(target: Target) -> tuple[Kernel, ...]:
         for kernels in KERNELS.values()
         for name, shared in kernels.values()
     )
+
+
+WIDE_PARTS = Instruction(r"LDG\.E\.128", "a part's numbers are read sixteen bytes a thread at a time")
+
+
+def merge_attn_states(target: Target) -> tuple[Kernel, ...]:
+    """Return the kernel of merging."""
+    return (described(KERNEL, KERNEL, target, expected=[WIDE_PARTS], shared=0),)

@@ -51,7 +51,6 @@ __device__ __forceinline__ int byte_position(int e) { return (e & 12) << 2 | (e 
 // Latents of a tensor's scale: 576 bytes, one a number. In shared memory rows are 6 chunks of 16 bytes modulo 8 apart.
 struct Fp8 {
   static constexpr int BYTES = 576, STRIDE = 608;
-  static constexpr int RAISED = 0;  // exponent by which decoded latents are smaller than they are
 
   // Where element e of a query stands in the contraction.
   static __device__ __forceinline__ int position(int e) { return (e & ~63) | byte_position(e & 63); }
@@ -71,16 +70,24 @@ struct Fp8 {
     }
   };
 
-  // Of 16 keys, this thread's four; 16 latents from 16 `chunk` on. Tile i of the rows holds latents 2 i and 2 i + 1.
+  // Of 16 keys, this thread's four; COUNT latents, 16 or 8, from COUNT · `chunk` on. Tile i of the rows holds latents 2 i
+  // and 2 i + 1.
+  template <int COUNT>
   struct Values {
-    u32 w[4][4];
+    u32 w[4][COUNT / 4];
     __device__ __forceinline__ void read(const unsigned char* tile, int base, int chunk) {
       int t = lane() & 3;
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         int key = base + key_of(t + 4 * (k >> 1)) + 8 * (k & 1);
-        uint4 v = *reinterpret_cast<const uint4*>(tile + key * STRIDE + 16 * chunk);
-        w[k][0] = v.x, w[k][1] = v.y, w[k][2] = v.z, w[k][3] = v.w;
+        const unsigned char* at = tile + key * STRIDE + COUNT * chunk;
+        if constexpr (COUNT == 16) {
+          uint4 v = *reinterpret_cast<const uint4*>(at);
+          w[k][0] = v.x, w[k][1] = v.y, w[k][2] = v.z, w[k][3] = v.w;
+        } else {
+          uint2 v = *reinterpret_cast<const uint2*>(at);
+          w[k][0] = v.x, w[k][1] = v.y;
+        }
       }
     }
     __device__ __forceinline__ void take(u32 (&a)[4], int i) const {
@@ -92,22 +99,24 @@ struct Fp8 {
   };
 };
 
-// Two latents of e2m1 in the top nibbles of a word's halves, 2^14 smaller than they are.
-__device__ __forceinline__ u32 e2m1(u32 x) { return (x & 0x80008000u) | ((x >> 3) & 0x0e000e00u); }
+// The low or the high nibbles of a word as e4m3 numbers, 2^6 smaller than the e2m1 that they are: sign, exponent and
+// mantissa only move, since e4m3's subnormal numbers continue its others as e2m1's do.
+__device__ __forceinline__ u32 bytes_of_low(u32 x) { return (x << 4 & 0x80808080u) | (x << 2 & 0x1c1c1c1cu); }
+__device__ __forceinline__ u32 bytes_of_high(u32 x) { return (x & 0x80808080u) | (x >> 2 & 0x1c1c1c1cu); }
 
-// Scales of two latents, e4m3 in the low bytes of a word, times 2^7: with the 2^14 above, 2^7 are missing.
-__device__ __forceinline__ u32 scales_of(u32 codes) { return times(halves_of(codes), 0x58005800u); }
+// Scales of two latents, e4m3 in the low bytes of a word, times the 2^6 above.
+__device__ __forceinline__ u32 scales_of(u32 codes) { return times(halves_of(codes), 0x54005400u); }
 
 // 256 bytes of e2m1, 64 of e4m3, and a scale for each 16 latents: of latents 16 s on at byte 320 + 8 (s mod 4) + s / 4.
 struct Nvfp4 {
   static constexpr int BYTES = 352, STRIDE = 352;
-  static constexpr int RAISED = 7;
 
-  // A thread has 32 neighbouring numbers of 128, sixteen a block; a word's eight are decoded as pairs (n, n + 4).
+  // A thread has 32 neighbouring numbers of 128, sixteen a block; of a word's eight, those of low nibbles are a step and
+  // those of high ones another, as pairs (n, n + 2).
   static __device__ __forceinline__ int position(int e) {
     if (e >= LATENT) return LATENT + byte_position(e - LATENT);
-    int t = e >> 5 & 3, word = e >> 3 & 1, n = e & 3;
-    return (e >> 7) * 128 + (e >> 4 & 1) * 64 + (2 * word + (n >> 1)) * 16 + (n & 1) * 8 + 2 * t + (e >> 2 & 1);
+    int t = e >> 5 & 3, step = 2 * (e >> 3 & 1) + (e & 1);
+    return (e >> 7) * 128 + (e >> 4 & 1) * 64 + step * 16 + (e >> 2 & 1) * 8 + 2 * t + (e >> 1 & 1);
   }
 
   struct Keys {
@@ -137,34 +146,45 @@ struct Nvfp4 {
       u32 scales[2] = {factor(scale[0], block), factor(scale[1], block)};
 #pragma unroll
       for (int s = 0; s < STEPS; ++s) {
-        int word = 2 * (block & 1) + (first + s >> 1), n = 2 * (first + s & 1);
+        int word = 2 * (block & 1) + (first + s >> 1);
+        bool odd = first + s & 1;
         u32 x = word_of(l, word), y = word_of(h, word);
-        a[s][0] = times(e2m1(x << (12 - 4 * n)), scales[0]), a[s][1] = times(e2m1(y << (12 - 4 * n)), scales[1]);
-        a[s][2] = times(e2m1(x << (8 - 4 * n)), scales[0]), a[s][3] = times(e2m1(y << (8 - 4 * n)), scales[1]);
+        halves_of(a[s][0], a[s][2], odd ? bytes_of_high(x) : bytes_of_low(x));
+        halves_of(a[s][1], a[s][3], odd ? bytes_of_high(y) : bytes_of_low(y));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[s][i] = times(a[s][i], scales[i & 1]);
       }
     }
   };
 
+  template <int COUNT>
   struct Values {
-    u32 w[4][2], scale[2];
+    u32 w[4][COUNT / 8], scale[2];
     __device__ __forceinline__ void read(const unsigned char* tile, int base, int chunk) {
-      int t = lane() & 3;
+      int t = lane() & 3, block = COUNT == 16 ? chunk : chunk >> 1;
       u32 code[4];
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         int key = base + key_of(t + 4 * (k >> 1)) + 8 * (k & 1);
-        uint2 v = *reinterpret_cast<const uint2*>(tile + key * STRIDE + 8 * chunk);
-        w[k][0] = v.x, w[k][1] = v.y;
-        code[k] = tile[key * STRIDE + 320 + 8 * (chunk & 3) + (chunk >> 2)];
+        const unsigned char* at = tile + key * STRIDE + COUNT / 2 * chunk;
+        if constexpr (COUNT == 16) {
+          uint2 v = *reinterpret_cast<const uint2*>(at);
+          w[k][0] = v.x, w[k][1] = v.y;
+        } else {
+          w[k][0] = *reinterpret_cast<const u32*>(at);
+        }
+        code[k] = tile[key * STRIDE + 320 + 8 * (block & 3) + (block >> 2)];
       }
       scale[0] = scales_of(code[0] | code[1] << 8), scale[1] = scales_of(code[2] | code[3] << 8);
     }
     __device__ __forceinline__ void take(u32 (&a)[4], int i) const {
-      u32 choice = i & 2 ? 0x7632 : 0x5410;
+      u32 choice = i & 2 ? 0x7362 : 0x5140;
       u32 first = __byte_perm(w[0][i >> 2], w[1][i >> 2], choice), second = __byte_perm(w[2][i >> 2], w[3][i >> 2], choice);
-      int n = 2 * (i & 1);
-      a[0] = times(e2m1(first << (12 - 4 * n)), scale[0]), a[1] = times(e2m1(first << (8 - 4 * n)), scale[0]);
-      a[2] = times(e2m1(second << (12 - 4 * n)), scale[1]), a[3] = times(e2m1(second << (8 - 4 * n)), scale[1]);
+      u32 two = __byte_perm(first, second, i & 1 ? 0x7632 : 0x5410);  // latents 2 i and 2 i + 1 of four keys
+      halves_of(a[0], a[2], bytes_of_low(two));
+      halves_of(a[1], a[3], bytes_of_high(two));
+#pragma unroll
+      for (int n = 0; n < 4; ++n) a[n] = times(a[n], scale[n >> 1]);
     }
   };
 };

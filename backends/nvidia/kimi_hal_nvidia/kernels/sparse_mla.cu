@@ -1,16 +1,25 @@
 // sparse_mla: attention from one row's heads to the latents that its indices name.
 //
-// A row and block of 16 or 32 heads belongs to a cluster of blocks, each with a part of the row's keys. Latents come as
-// they are into a ring in shared memory by one copy a row, asked for by warps that do nothing else. A warpgroup takes a
-// tile of 64 keys by itself: keys are the tall operand of S = K Qt and latents that of O^T = V^T Pt, both decoded from
-// the same bytes straight to float16 in registers, where every code times its scale is exact. Softmax subtracts a
-// reference that only follows the maximum where that has grown by 2^SLACK, so that mostly one meeting a tile is enough.
-// Warpgroups and blocks of a cluster add their parts through shared memory.
+// A row and block of 16, 32 or 48 heads belongs to a cluster of blocks, each with a part of the row's keys. Latents come
+// as they are into a ring in shared memory by one copy a row, asked for by warps that do nothing else. A warpgroup takes a
+// tile of 64 keys by itself, or two take one each and then halves of the latents of both: keys are the tall operand of
+// S = K Qt and latents that of O^T = V^T Pt, both decoded from the same bytes straight to float16 in registers, where every
+// code times its scale is exact. Softmax subtracts a reference that only follows the maximum where that has grown by
+// 2^SLACK, so that mostly one meeting a tile is enough. Warpgroups and blocks of a cluster add their parts through shared
+// memory.
 #include <cuda_bf16.h>
 
 #include "copies.cuh"
 #include "latents.cuh"
 #include "tall.cuh"
+
+// A division of numbers below 2^31 by one that a launch is told: a product, of which `shift` bits go away.
+struct Divisor {
+  u32 by, factor, shift;
+  __device__ __forceinline__ int quotient(int n) const {
+    return static_cast<int>(static_cast<u64>(static_cast<u32>(n)) * factor >> shift);
+  }
+};
 
 struct Attention {
   const void* q;
@@ -24,41 +33,51 @@ struct Attention {
   __nv_bfloat16* out;
   float* lse;
   long long q_row, q_head, page_stride, index_row, len_stride, table_row, req_stride, out_row, out_head, lse_row;
-  int width, pages, requests, columns, rows, heads, parts, each, page, space, world, rank, interleave, q_fp8, returns_lse;
+  int width, pages, requests, columns, rows, heads, parts, each, space, rank, q_fp8, returns_lse;
+  Divisor page, run, turn;  // of a shard's runs of positions, and of all ranks' runs
   float softmax_scale;
 };
 
 enum Space { SLOT, POSITION, LOCAL };
 
 constexpr int KEYS = 64;  // of a tile
+constexpr int MOST_PARTS = 16;  // of a row: blocks of a cluster
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
-// Exponentials beside the reference are at most e^SLACK, 2^4; times LIFT, so that small ones keep their bits, float16 holds
-// them. Sums are not lifted: the reference is a logit, and one key's LSE is that logit to the bit.
-constexpr float SLACK = 4 * LN2, LIFT = 2048.0f;
+// Exponentials beside the reference are at most e^SLACK, 2^4, and the largest so far is at least 1: float16 holds what
+// counts of them. Sums are of float32, and the reference is a logit: one key's LSE is that logit to the bit.
+constexpr float SLACK = 4 * LN2;
 
-// How a kernel is laid out: heads of a block, warpgroups that compute, tiles in shared memory.
+// How a kernel is laid out: heads of a block, warpgroups that compute, tiles in shared memory. Of many heads the outputs
+// of all latents do not fit into a warpgroup: then two take a tile each, and each a half of the latents of both.
 template <typename Format_, int HEADS_, int GROUPS_, int DEPTH_>
 struct Shape {
   using Format = Format_;
   static constexpr int HEADS = HEADS_, GROUPS = GROUPS_, FETCHERS = 4, DEPTH = DEPTH_;
+  static constexpr bool HALVED = HEADS > 32;
+  static_assert(!HALVED || GROUPS == 2, "two halves");
   static constexpr int WORKERS = 128 * GROUPS, THREADS = WORKERS + 32 * FETCHERS;
+  static constexpr int BLOCKS_THERE = GROUPS == 1 ? 2 : 1;  // of a multiprocessor
   // Registers of a thread that computes and of one that fetches.
-  static constexpr int MANY = GROUPS == 2 ? 232 : 152, FEW = 40;
+  static constexpr int MANY = GROUPS == 2 ? 232 : 208, FEW = GROUPS == 2 ? 40 : 48;
+  static constexpr bool APART = GROUPS == 2 && !HALVED;  // each warpgroup has references and outputs of its own
+  static constexpr int TALL = HALVED ? 4 : 8;  // of a warpgroup's outputs, tiles of 64 latents
   static constexpr int STEPS = HEADS == 16 ? 4 : 2;  // of products that are begun together
   static constexpr int PAIRS = HEADS / 4;  // heads of a thread: 8 j + 2 t + (0, 1)
 };
 
+extern __shared__ __align__(1024) unsigned char memory[];
+
 template <typename S>
 struct Room {
   __align__(1024) unsigned char q[BLOCKS][S::HEADS * 128];
-  unsigned char p[S::GROUPS][2][S::HEADS * 128];
+  unsigned char p[S::GROUPS][S::HALVED ? 1 : 2][S::HEADS * 128];
   __align__(128) unsigned char keys[S::DEPTH][KEYS * S::Format::STRIDE];
   float factor[S::HEADS];
   float most[S::GROUPS][4][S::HEADS];
   float4 total[S::GROUPS][S::HEADS];  // of four warps
-  float top[S::GROUPS][S::HEADS], share[S::GROUPS][S::HEADS];
+  float top[S::GROUPS][S::HEADS];
   u64 full[S::DEPTH], empty[S::DEPTH];
-  u32 exceeded[S::GROUPS][2];
+  u32 exceeded[2][S::GROUPS];
   unsigned short live[S::DEPTH][4];  // which keys of a tile there are, a bit each
 };
 // Of a cut row the tiles' place afterwards takes what the cluster's blocks give to this one.
@@ -66,8 +85,19 @@ struct Room {
 // Logits stay in base e: a large one would not be a float32 in base 2.
 __device__ __forceinline__ float exponential(float x) {
   float y;
-  asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x * LOG2E));
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * LOG2E));
   return y;
+}
+
+// What all lanes hold alike, in a register that a warp shares: there the matrix unit reads it, and from any other it would
+// be brought there anew for each product.
+__device__ __forceinline__ u32 alike(u32 x) { return __reduce_or_sync(EVERY, x); }
+
+// The larger; NaN if one is.
+__device__ __forceinline__ float larger(float x, float y) {
+  float most;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(x), "f"(y));
+  return most;
 }
 
 __device__ __forceinline__ bool finite(float x) { return fabsf(x) < INFINITY; }
@@ -83,10 +113,11 @@ template <typename Format>
 __device__ __forceinline__ const unsigned char* located(const Attention& a, const int* table, int index) {
   bool live = index >= 0;
   if (a.space == POSITION) {
-    live = live && index / a.interleave % a.world == a.rank;
-    index = index / (a.world * a.interleave) * a.interleave + index % a.interleave;
+    int turn = a.turn.quotient(index), within = index - turn * a.turn.by, owner = a.run.quotient(within);
+    live = live && owner == a.rank;
+    index = turn * a.run.by + within - owner * a.run.by;
   }
-  int page = index / a.page, inside = index - page * a.page;
+  int page = a.page.quotient(index), inside = index - page * a.page.by;
   if (a.space != SLOT) {
     live = live && page < a.columns;
     page = live ? __ldg(table + page) : -1;
@@ -130,8 +161,6 @@ struct Cursor {
 
   __device__ __forceinline__ Cursor(const Attention& a, int first, int step, int items, int part)
       : item(first), step(step), items(items), part(part), tile(0), at(a, first, part) {
-    if (a.each > 2) announce(a, first);
-    announce(a, first + step);
     settle(a);
   }
   // Bring an item's indices and queries nearer, some time before they are read.
@@ -175,7 +204,10 @@ __device__ __forceinline__ void fetch_all(Room<S>& room, const Attention& a, Cur
   static_assert(S::FETCHERS * 16 == KEYS, "sixteen rows a warp");
   int key = (warp() - S::WORKERS / 32) * 16 + lane();
   bool works = lane() < 16, known = cursor.there(), more, zeroed = false;
-  const unsigned char* here = works ? located<Format>(a, cursor.at.table, cursor.index(key)) : nullptr;
+  int wanted = works ? cursor.index(key) : -1;
+  if (a.each > 2) cursor.announce(a, cursor.item);
+  cursor.announce(a, cursor.item + cursor.step);
+  const unsigned char* here = works ? located<Format>(a, cursor.at.table, wanted) : nullptr;
   cursor.advance(a);
   const int* table = cursor.at.table;
   more = cursor.there();
@@ -213,60 +245,60 @@ __device__ __forceinline__ void fetch_all(Room<S>& room, const Attention& a, Cur
 }
 
 // A warp's numbers of a query: lane and every 32nd from there.
-__device__ __forceinline__ void read_query(float (&x)[WIDTH / 32], const Attention& a, long long at) {
+__device__ __forceinline__ void read_query(u32 (&codes)[WIDTH / 32], const Attention& a, long long at) {
   if (a.q_fp8) {
     const unsigned char* from = static_cast<const unsigned char*>(a.q) + at;
-    u32 codes[WIDTH / 32];
 #pragma unroll
     for (int n = 0; n < WIDTH / 32; ++n) codes[n] = __ldg(from + 32 * n);
-#pragma unroll
-    for (int n = 0; n < WIDTH / 32; ++n)
-      x[n] = __half2float(__ushort_as_half(static_cast<unsigned short>(halves_of(codes[n]))));
   } else {
     const unsigned short* from = static_cast<const unsigned short*>(a.q) + at;
-    u32 codes[WIDTH / 32];
 #pragma unroll
     for (int n = 0; n < WIDTH / 32; ++n) codes[n] = __ldg(from + 32 * n);
-#pragma unroll
-    for (int n = 0; n < WIDTH / 32; ++n) x[n] = __uint_as_float(codes[n] << 16);
   }
 }
 
+__device__ __forceinline__ float query_of(u32 code, bool fp8) {
+  return fp8 ? __half2float(__ushort_as_half(static_cast<unsigned short>(halves_of(code)))) : __uint_as_float(code << 16);
+}
+
 // Put the block's queries into shared memory as float16, each head raised by a power of two to where float16 is fine.
-// A warp takes one head after the other, which is little code: at a kernel's start code comes from afar.
+// A warp takes one head after the other, which is little code: at a kernel's start code comes from afar. The next head's
+// numbers are on their way meanwhile.
 template <typename S>
 __device__ __forceinline__ void take_queries(Room<S>& room, const Attention& a, long long row, int first_head) {
   using Format = typename S::Format;
   float unit = a.softmax_scale * (a.k_scale ? __ldg(a.k_scale) : 1.0f) * (a.q_scale ? __ldg(a.q_scale) : 1.0f);
   int heads = min(S::HEADS, a.heads - first_head);
-  long long begin = row * a.q_row + first_head * a.q_head;
+  long long begin = row * a.q_row + first_head * a.q_head + lane();
+  u32 codes[WIDTH / 32];
+  read_query(codes, a, begin + min(warp(), heads - 1) * a.q_head);
 #pragma unroll 1
   for (int h = warp(); h < S::HEADS; h += S::WORKERS / 32) {
     float x[WIDTH / 32], most = 0.0f;
-    read_query(x, a, begin + min(h, heads - 1) * a.q_head + lane());
 #pragma unroll
-    for (int n = 0; n < WIDTH / 32; ++n) {
-      x[n] = h < heads ? x[n] : 0.0f;
-      if (finite(x[n])) most = fmaxf(most, fabsf(x[n]) * (32 * n < LATENT ? 1.0f : exp2f(-Format::RAISED)));
-    }
+    for (int n = 0; n < WIDTH / 32; ++n) x[n] = h < heads ? query_of(codes[n], a.q_fp8) : 0.0f;
+    if (h + S::WORKERS / 32 < heads) read_query(codes, a, begin + (h + S::WORKERS / 32) * a.q_head);
+#pragma unroll
+    for (int n = 0; n < WIDTH / 32; ++n)
+      if (finite(x[n])) most = fmaxf(most, fabsf(x[n]));
 #pragma unroll
     for (int step = 16; step; step /= 2) most = fmaxf(most, __shfl_xor_sync(EVERY, most, step));
-    int exponent = most > 0.0f ? min(119, 13 - Format::RAISED - ilogbf(most)) : 0;
+    int exponent = most > 0.0f ? min(119, 13 - ilogbf(most)) : 0;
     float raised = exp2f(exponent);
     if (lane() == 0) room.factor[h] = exp2f(-exponent) * unit;
 #pragma unroll
     for (int n = 0; n < WIDTH / 32; ++n) {
       int at = Format::position(32 * n + lane());
-      *reinterpret_cast<__half*>(room.q[at >> 6] + place(h, at & 63)) = __float2half_rn(x[n] * (32 * n < LATENT ? raised * exp2f(Format::RAISED) : raised));
+      *reinterpret_cast<__half*>(room.q[at >> 6] + place(h, at & 63)) = __float2half_rn(x[n] * raised);
     }
   }
 }
 
 // What a warpgroup has of its tiles: outputs, and by head a reference and the sum of this thread's keys. `o[i]` holds
-// latents 16 (8 w + g) + 2 i + (0, 1) by heads 8 j + 2 t + (0, 1), w the warp.
+// latents 16 (8 w + g) + 2 i + (0, 1) by heads 8 j + 2 t + (0, 1), w the warp; of a half, 8 (8 w + g) and so on.
 template <typename S>
 struct Part {
-  float o[8][S::HEADS / 8][4];
+  float o[S::TALL][S::HEADS / 8][4];
   float base[S::PAIRS], total[S::PAIRS];  // base: the reference; -inf: none yet, +inf: a logit was
 };
 
@@ -276,6 +308,9 @@ __device__ __forceinline__ void scores(float (&s)[S::HEADS / 8][4], const unsign
   keys.read(0);
   constexpr int STEPS = S::STEPS;
   u32 a[2][STEPS][4];
+  // Chains of their own: a matrix unit cuts each of its sums, and long chains lean to one side.
+  constexpr int CHAINS = S::HEADS == 16 ? 3 : 2, LONG = (BLOCKS + CHAINS - 1) / CHAINS;
+  float more[2][S::HEADS / 8][4];
 #pragma unroll
   for (int n = 0; n < BLOCKS * 4 / STEPS; ++n) {
     int block = n * STEPS / 4, first = n * STEPS % 4;
@@ -285,10 +320,19 @@ __device__ __forceinline__ void scores(float (&s)[S::HEADS / 8][4], const unsign
     tall_begin();
 #pragma unroll
     for (int i = 0; i < STEPS; ++i)
-      tall<S::HEADS>(s, a[n & 1][i], block_plus(q, block * S::HEADS * 128), first + i, n + i > 0);
+      tall<S::HEADS>(block < LONG ? s : more[block / LONG - 1], a[n & 1][i], block_plus(q, block * S::HEADS * 128),
+                     first + i, block % LONG + first + i > 0);
     tall_commit();
   }
   tall_done<0>();
+#pragma unroll
+  for (int n = 1; n < CHAINS; ++n) {
+#pragma unroll
+    for (int j = 0; j < S::HEADS / 8; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[j][i] += more[n - 1][j][i];
+    }
+  }
 }
 
 // Write this warp's probabilities of rows g and g + 8, which are neighbours in the contraction of O.
@@ -299,8 +343,17 @@ __device__ __forceinline__ void keep(unsigned char* p, const float (&x)[S::HEADS
   for (int j = 0; j < S::HEADS / 8; ++j) {
 #pragma unroll
     for (int e = 0; e < 2; ++e)
-      *reinterpret_cast<__half2*>(p + place(8 * j + 2 * t + e, column)) = __floats2half2_rn(x[j][e] * LIFT, x[j][2 + e] * LIFT);
+      *reinterpret_cast<__half2*>(p + place(8 * j + 2 * t + e, column)) = __floats2half2_rn(x[j][e], x[j][2 + e]);
   }
+}
+
+// Those meet who have one reference.
+template <typename S>
+__device__ __forceinline__ void sharers_meet(int group) {
+  if (S::HALVED)
+    workers_meet<S>();
+  else
+    meet(group);
 }
 
 // A reference has been exceeded: take the maxima anew, and say probabilities beside them. s holds logits.
@@ -317,7 +370,7 @@ __device__ __forceinline__ void raise(Part<S>& part, Room<S>& room, float (&s)[S
       if (g == 0) room.most[group][w][8 * j + 2 * t + e] = most;
     }
   }
-  meet(group);
+  sharers_meet<S>(group);
 #pragma unroll
   for (int j = 0; j < S::HEADS / 8; ++j) {
 #pragma unroll
@@ -325,48 +378,48 @@ __device__ __forceinline__ void raise(Part<S>& part, Room<S>& room, float (&s)[S
       int c = 2 * j + e, head = 8 * j + 2 * t + e;
       float old = part.base[c], base = old;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) base = fmaxf(base, room.most[group][i][head]);
+      for (int i = 0; i < 4; ++i) {
+        base = fmaxf(base, room.most[group][i][head]);
+        if (S::HALVED) base = fmaxf(base, room.most[1 - group][i][head]);
+      }
       float less = finite(base) ? base : 0.0f;
       float kept = finite(base) ? exponential(old - base) : 1.0f;
       part.base[c] = base, part.total[c] *= kept;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) part.o[i][j][e] *= kept, part.o[i][j][2 + e] *= kept;
+      for (int i = 0; i < S::TALL; ++i) part.o[i][j][e] *= kept, part.o[i][j][2 + e] *= kept;
       s[j][e] = exponential(s[j][e] - less), s[j][2 + e] = exponential(s[j][2 + e] - less);
     }
   }
 }
 
+// Say the probabilities of this warpgroup's tile beside the reference, which is raised where a logit exceeds it, and keep
+// them in shared memory; s holds products with queries, of which `live` says which are there.
 template <typename S>
-__device__ __forceinline__ void add_tile(Part<S>& part, Room<S>& room, const float (&factor)[S::PAIRS], int slot,
-                                         int turn, int group) {
-  int g = lane() >> 2, w = warp() & 3, key = 16 * w + key_of(g);
-  const unsigned char* tile = room.keys[slot];
-  float s[S::HEADS / 8][4];
-  scores<S>(s, tile, key, block_at(room.q));
-  u32 live = room.live[slot][w];
+__device__ __forceinline__ void weights(Part<S>& part, Room<S>& room, const float (&factor)[S::PAIRS],
+                                        const float (&s)[S::HEADS / 8][4], u32 live, int turn, int group) {
+  int g = lane() >> 2, w = warp() & 3, column = 16 * w + 2 * g;
   bool first = live >> key_of(g) & 1, second = live >> key_of(g) + 8 & 1, again = turn == 0;
   float x[S::HEADS / 8][4];
-  unsigned char* p = room.p[group][turn & 1];
-  int column = 16 * w + 2 * g;
+  unsigned char* p = room.p[group][S::HALVED ? 0 : turn & 1];
   if (!again) {
-    bool exceeds = false;
+    float most[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
 #pragma unroll
     for (int j = 0; j < S::HEADS / 8; ++j) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         int c = 2 * j + (i & 1);
-        bool there = i < 2 ? first : second;
-        x[j][i] = fmaf(s[j][i], factor[c], -part.base[c]);
-        exceeds = exceeds || there && !(x[j][i] <= SLACK);
-        x[j][i] = there ? exponential(x[j][i]) : 0.0f;
+        x[j][i] = (i < 2 ? first : second) ? fmaf(s[j][i], factor[c], -part.base[c]) : -INFINITY;
+        most[i] = larger(most[i], x[j][i]);
+        x[j][i] = exponential(x[j][i]);
       }
     }
+    bool exceeds = __any_sync(EVERY, !(larger(larger(most[0], most[1]), larger(most[2], most[3])) <= SLACK));
+    if (S::HALVED) workers_meet<S>();  // nobody reads the tiles' before any more
     keep<S>(p, x, column);
-    exceeds = __any_sync(EVERY, exceeds);
-    if (lane() == 0) reinterpret_cast<unsigned char*>(&room.exceeded[group][turn & 1])[w] = exceeds;
+    if (lane() == 0) reinterpret_cast<unsigned char*>(&room.exceeded[turn & 1][group])[w] = exceeds;
     publish();
-    meet(group);
-    again = room.exceeded[group][turn & 1];
+    sharers_meet<S>(group);
+    again = S::HALVED ? room.exceeded[turn & 1][0] | room.exceeded[turn & 1][S::GROUPS - 1] : room.exceeded[turn & 1][group];
   }
   if (again) {
 #pragma unroll
@@ -377,20 +430,26 @@ __device__ __forceinline__ void add_tile(Part<S>& part, Room<S>& room, const flo
     raise<S>(part, room, x, group, w);
     keep<S>(p, x, column);
     publish();
-    meet(group);
+    sharers_meet<S>(group);
   }
 #pragma unroll
   for (int c = 0; c < S::PAIRS; ++c) part.total[c] += x[c / 2][c & 1] + x[c / 2][2 + (c & 1)];
-  Block pt = block_at(p);
-  constexpr int STEPS = S::STEPS;
-  constexpr bool AHEAD = S::HEADS == 16;  // for more heads registers do not suffice
+}
+
+// Add a tile's latents by its probabilities to this warpgroup's outputs.
+template <typename S>
+__device__ __forceinline__ void add_latents(Part<S>& part, const unsigned char* tile, Block pt, u64* empty, int group) {
+  int chunk = 8 * (warp() & 3) + (lane() >> 2) + (S::HALVED ? 32 * group : 0);
+  constexpr int STEPS = S::STEPS, TALL = S::TALL;
+  pt = alike(pt);
+  constexpr bool AHEAD = S::HEADS != 32;  // for 32 heads registers do not suffice
   u32 a[2][STEPS][4];
-  typename S::Format::Values values[1 + AHEAD];
-  if (AHEAD) values[0].read(tile, 0, 8 * w + g);
+  typename S::Format::template Values<2 * TALL> values[1 + AHEAD];
+  if (AHEAD) values[0].read(tile, 0, chunk);
 #pragma unroll
-  for (int n = 0; n < 32 / STEPS; ++n) {
-    int step = n * STEPS / 8, first = n * STEPS % 8;
-    if (first == 0 && step + AHEAD < 4) values[step + 1 & AHEAD].read(tile, 16 * (step + AHEAD), 8 * w + g);
+  for (int n = 0; n < 4 * TALL / STEPS; ++n) {
+    int step = n * STEPS / TALL, first = n * STEPS % TALL;
+    if (first == 0 && step + AHEAD < 4) values[step + 1 & AHEAD].read(tile, 16 * (step + AHEAD), chunk);
     if (n > 1) tall_done<1>();
 #pragma unroll
     for (int i = 0; i < STEPS; ++i) values[step & AHEAD].take(a[n & 1][i], first + i);
@@ -400,8 +459,53 @@ __device__ __forceinline__ void add_tile(Part<S>& part, Room<S>& room, const flo
     tall_commit();
   }
   __syncwarp();
-  if (lane() == 0) barrier_arrive(&room.empty[slot]);
+  if (lane() == 0) barrier_arrive(empty);
   tall_done<0>();
+}
+
+template <typename S>
+__device__ __forceinline__ void arrived(Room<S>& room, int tile) {
+  barrier_wait(&room.full[tile % S::DEPTH], tile / S::DEPTH & 1);
+}
+
+// This warpgroup's products of a tile with the queries.
+template <typename S>
+__device__ __forceinline__ u32 multiply(float (&s)[S::HEADS / 8][4], Room<S>& room, int tile) {
+  int w = warp() & 3;
+  arrived<S>(room, tile);
+  scores<S>(s, room.keys[tile % S::DEPTH], 16 * w + key_of(lane() >> 2), alike(block_at(memory)));
+  return room.live[tile % S::DEPTH][w];
+}
+
+// Add tiles `tile` and, of `tiles` that there are, the next: to each warpgroup one, then to each its latents of both.
+template <typename S>
+__device__ __forceinline__ void add_two(Part<S>& part, Room<S>& room, const float (&factor)[S::PAIRS], int tile, int tiles,
+                                        int turn, int group) {
+  float s[S::HEADS / 8][4];
+  u32 live = 0;
+  if (group < tiles) {
+    live = multiply<S>(s, room, tile + group);
+  } else {
+#pragma unroll
+    for (int j = 0; j < S::HEADS / 8; ++j) s[j][0] = s[j][1] = s[j][2] = s[j][3] = 0.0f;
+  }
+  weights<S>(part, room, factor, s, live, turn, group);
+#pragma unroll 1
+  for (int i = 0; i < min(tiles, 2); ++i) {
+    int slot = (tile + i) % S::DEPTH;
+    arrived<S>(room, tile + i);
+    add_latents<S>(part, room.keys[slot], block_at(room.p[i][0]), &room.empty[slot], group);
+  }
+}
+
+template <typename S>
+__device__ __forceinline__ void add_one(Part<S>& part, Room<S>& room, const float (&factor)[S::PAIRS], int tile, int turn,
+                                        int group) {
+  float s[S::HEADS / 8][4];
+  u32 live = multiply<S>(s, room, tile);
+  weights<S>(part, room, factor, s, live, turn, group);
+  int slot = tile % S::DEPTH;
+  add_latents<S>(part, room.keys[slot], block_at(room.p[group][turn & 1]), &room.empty[slot], group);
 }
 
 // Leave this warpgroup's references and sums in shared memory.
@@ -424,48 +528,51 @@ __device__ __forceinline__ u32 mapped(const void* p, u32 rank) {
   return at;
 }
 
-__device__ __forceinline__ float remote_float(const float* p, u32 rank) {
-  return __uint_as_float(remote(reinterpret_cast<const u32*>(p), rank));
-}
-
-__device__ __forceinline__ float4 remote_four(const void* p, u32 rank) {
-  float4 v;
-  asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(mapped(p, rank))
-               : "memory");
-  return v;
-}
-
-__device__ __forceinline__ void give_four(void* p, u32 rank, float4 v) {
-  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(mapped(p, rank)), "f"(v.x), "f"(v.y), "f"(v.z),
-               "f"(v.w)
+__device__ __forceinline__ void give_four(u32 at, float4 v) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
                : "memory");
 }
 
-// What a head's outputs of this block's warpgroups are multiplied by: a lane looks at a warpgroup of the cluster.
+__device__ __forceinline__ void give_two(void* p, u32 rank, float2 v) {
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(mapped(p, rank)), "f"(v.x), "f"(v.y) : "memory");
+}
+
+// The largest of references that may be infinite, as something that can be subtracted.
+__device__ __forceinline__ float subtrahend(float most) { return finite(most) ? most : 0.0f; }
+
+// The reference of a head's keys of this block, and their sum beside it.
 template <typename S>
-__device__ __forceinline__ void weigh(Room<S>& room, const Attention& a, const Item<S>& item, int part, int head) {
-  int rank = lane() / S::GROUPS, group = lane() % S::GROUPS;
-  bool there = rank < a.parts;
-  float top = -INFINITY, total = 0.0f;
-  if (there) {
-    top = remote_float(&room.top[group][head], rank);
-    float4 four = remote_four(&room.total[group][head], rank);
-    total = four.x + four.y + (four.z + four.w);
+__device__ __forceinline__ float2 block_sum(const Room<S>& room, int head) {
+  float most = room.top[0][head], total = 0.0f;
+  if (S::GROUPS > 1) most = fmaxf(most, room.top[S::GROUPS - 1][head]);
+#pragma unroll
+  for (int i = 0; i < S::GROUPS; ++i) {
+    float4 four = room.total[i][head];
+    float sum = four.x + four.y + (four.z + four.w);
+    total += S::APART ? sum * exponential(room.top[i][head] - subtrahend(most)) : sum;
   }
-  float most = top;
+  return make_float2(most, total);
+}
+
+// What outputs are multiplied by. Without a key they are 0, and stay so whatever the scale is.
+template <typename S>
+__device__ __forceinline__ float share_of(const Attention& a, float2 sum) {
+  float unit = a.k_scale ? __ldg(a.k_scale) : 1.0f;
+  float reciprocal;
+  asm("rcp.approx.f32 %0, %1;" : "=f"(reciprocal) : "f"(sum.y));
+  return sum.x == INFINITY ? NAN : sum.y == 0.0f ? 1.0f : unit * reciprocal;
+}
+
+// Of +inf the sum has what the LSE is: NaN where a logit was.
+__device__ __forceinline__ float lse_of(float2 sum) {
+  return sum.x == INFINITY ? sum.y : subtrahend(sum.x) + log2f(sum.y) * LN2;
+}
+
+// Multiply this warpgroup's outputs, head by head.
+template <typename S>
+__device__ __forceinline__ void scale(Part<S>& part, int c, float factor) {
 #pragma unroll
-  for (int step = 16; step; step /= 2) most = fmaxf(most, __shfl_xor_sync(EVERY, most, step));
-  float base = finite(most) ? most : 0.0f, weight = exponential(top - base);
-  total *= weight;
-#pragma unroll
-  for (int step = 16; step; step /= 2) total += __shfl_xor_sync(EVERY, total, step);
-  float unit = exp2f(S::Format::RAISED) / LIFT * (a.k_scale ? __ldg(a.k_scale) : 1.0f);
-  if (there && rank == part)
-    room.share[group][head] = most == INFINITY ? NAN : unit / (total == 0.0f ? 1.0f : total) * weight;
-  if (lane() == 0 && part == 0 && a.returns_lse)
-    a.lse[item.row * a.lse_row + item.first_head + head] = most == INFINITY ? total : base + log2f(total) * LN2;
+  for (int i = 0; i < S::TALL; ++i) part.o[i][c / 2][c & 1] *= factor, part.o[i][c / 2][2 + (c & 1)] *= factor;
 }
 
 // Add the two warpgroups' outputs; each then has half of a thread's latents, `o[0]` to `o[3]`.
@@ -495,8 +602,8 @@ __device__ __forceinline__ void exchange(Part<S>& part, Room<S>& room, int group
   }
 }
 
-// Write this thread's eight latents of each of its heads.
-template <typename S>
+// Write eight latents of each of this thread's heads, those of `o[FROM]` on.
+template <typename S, int FROM>
 __device__ __forceinline__ void write(const Part<S>& part, const Attention& a, const Item<S>& item, int latent) {
   bool wide = !((reinterpret_cast<u64>(a.out) | a.out_row * 2 | a.out_head * 2) & 15);
 #pragma unroll
@@ -506,7 +613,7 @@ __device__ __forceinline__ void write(const Part<S>& part, const Attention& a, c
     __nv_bfloat16* to = a.out + item.row * a.out_row + head * a.out_head + latent;
     __align__(16) __nv_bfloat162 pairs[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) pairs[i] = __floats2bfloat162_rn(part.o[i][j][e], part.o[i][j][2 + e]);
+    for (int i = 0; i < 4; ++i) pairs[i] = __floats2bfloat162_rn(part.o[FROM + i][j][e], part.o[FROM + i][j][2 + e]);
     if (wide) {
       *reinterpret_cast<uint4*>(to) = *reinterpret_cast<uint4*>(pairs);
     } else {
@@ -516,55 +623,122 @@ __device__ __forceinline__ void write(const Part<S>& part, const Attention& a, c
   }
 }
 
-// Give every block of the cluster its share of the latents, then add what all gave to this one, in their order.
+// What a cluster's blocks give to each of them, where the tiles were: reference and sum by part and head, then outputs
+// by part and head, as many latents as a block's share.
 template <typename S>
-__device__ __forceinline__ void spread(const Part<S>& part, Room<S>& room, const Attention& a, const Item<S>& item,
-                                       int rank, int latent) {
-  float* given = reinterpret_cast<float*>(room.keys);
-  int heads = min(S::HEADS, a.heads - item.first_head), each = (LATENT / 8 + a.parts - 1) / a.parts * 8, to = latent / each;
+struct Given {
+  float2* sums;
+  float* outputs;
+  int each;
+  __device__ __forceinline__ Given(Room<S>& room, int parts)
+      : sums(reinterpret_cast<float2*>(room.keys)), outputs(reinterpret_cast<float*>(sums + MOST_PARTS * S::HEADS)),
+        each((LATENT / 8 + parts - 1) / parts * 8) {}
+};
+
+// Give eight latents of each of this thread's heads, those of `o[FROM]` on, to the block whose share they are in.
+template <typename S, int FROM>
+__device__ __forceinline__ void give(const Part<S>& part, const Given<S>& given, int rank, int latent) {
+  int to = latent / given.each;
+  u32 base = mapped(given.outputs + (rank * S::HEADS + 2 * (lane() & 3)) * given.each + latent - to * given.each, to);
 #pragma unroll
   for (int c = 0; c < S::PAIRS; ++c) {
-    int j = c / 2, e = c & 1, head = 8 * j + 2 * (lane() & 3) + e;
-    float* at = given + (rank * S::HEADS + head) * each + latent - to * each;
+    int j = c / 2, e = c & 1;
+    u32 at = base + (8 * j + e) * given.each * 4;
 #pragma unroll
-    for (int i = 0; i < 4; i += 2)
-      if (head < heads)
-        give_four(at + 2 * i, to,
-                  make_float4(part.o[i][j][e], part.o[i][j][2 + e], part.o[i + 1][j][e], part.o[i + 1][j][2 + e]));
-  }
-  cluster_sync();
-  int first = rank * each, mine = max(0, min(each, LATENT - first));
-  for (int at = threadIdx.x; at < heads * mine; at += S::WORKERS) {
-    int head = at / mine, here = at - head * mine;
-    float sum = 0.0f;
-#pragma unroll 4
-    for (int i = 0; i < a.parts; ++i) sum += given[(i * S::HEADS + head) * each + here];
-    a.out[item.row * a.out_row + (item.first_head + head) * a.out_head + first + here] = __float2bfloat16_rn(sum);
+    for (int i = 0; i < 4; i += 2) {
+      const auto &low = part.o[FROM + i][j], &high = part.o[FROM + i + 1][j];
+      give_four(at + 8 * i, make_float4(low[e], low[2 + e], high[e], high[2 + e]));
+    }
   }
 }
 
-// Add the parts of an item, of which nothing is read any more, and write its outputs.
+// Add what all blocks gave to this one, in their order: four latents a thread.
+template <typename S>
+__device__ __forceinline__ void add_given(const Given<S>& given, const Attention& a, const Item<S>& item, int heads,
+                                          int rank) {
+  int first = rank * given.each, quads = max(0, min(given.each, LATENT - first)) / 4;
+#pragma unroll 1
+  for (int at = threadIdx.x; at < heads * quads; at += S::WORKERS) {
+    int head = at / quads, here = 4 * (at - head * quads);
+    float2 sum = make_float2(-INFINITY, 0.0f);
+#pragma unroll 4
+    for (int i = 0; i < a.parts; ++i) sum.x = fmaxf(sum.x, given.sums[i * S::HEADS + head].x);
+    float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 4
+    for (int i = 0; i < a.parts; ++i) {
+      float2 one = given.sums[i * S::HEADS + head];
+      float weight = exponential(one.x - subtrahend(sum.x));
+      float4 v = *reinterpret_cast<const float4*>(given.outputs + (i * S::HEADS + head) * given.each + here);
+      sum.y += one.y * weight;
+      o.x += v.x * weight, o.y += v.y * weight, o.z += v.z * weight, o.w += v.w * weight;
+    }
+    float share = share_of<S>(a, sum);
+    __nv_bfloat16* to = a.out + item.row * a.out_row + (item.first_head + head) * a.out_head + first + here;
+    __align__(8) __nv_bfloat162 pairs[2] = {__floats2bfloat162_rn(o.x * share, o.y * share),
+                                            __floats2bfloat162_rn(o.z * share, o.w * share)};
+    if (!((reinterpret_cast<u64>(a.out) | a.out_row * 2 | a.out_head * 2) & 7))
+      *reinterpret_cast<uint2*>(to) = *reinterpret_cast<uint2*>(pairs);
+    else
+      to[0] = pairs[0].x, to[1] = pairs[0].y, to[2] = pairs[1].x, to[3] = pairs[1].y;
+    if (rank == 0 && here == 0 && a.returns_lse) a.lse[item.row * a.lse_row + item.first_head + head] = lse_of(sum);
+  }
+}
+
+// Bring the outputs of this block's warpgroups together, which are read no more tiles for.
+template <typename S>
+__device__ __forceinline__ void join(Part<S>& part, Room<S>& room, int group) {
+  tell<S>(part, room, group);
+  workers_meet<S>();
+  if constexpr (S::APART) {
+#pragma unroll
+    for (int c = 0; c < S::PAIRS; ++c) {
+      int head = 8 * (c / 2) + 2 * (lane() & 3) + (c & 1);
+      float most = fmaxf(room.top[0][head], room.top[1][head]);
+      scale<S>(part, c, exponential(part.base[c] - subtrahend(most)));
+    }
+    exchange<S>(part, room, group);
+  }
+}
+
+// Write the outputs of an item that is not cut.
+template <typename S>
+__device__ __forceinline__ void write_item(Part<S>& part, const Room<S>& room, const Attention& a, const Item<S>& item,
+                                           int group, int latent) {
+#pragma unroll
+  for (int c = 0; c < S::PAIRS; ++c) {
+    scale<S>(part, c, share_of<S>(a, block_sum<S>(room, 8 * (c / 2) + 2 * (lane() & 3) + (c & 1))));
+  }
+  int head = item.first_head + threadIdx.x;
+  if (threadIdx.x < S::HEADS && head < a.heads && a.returns_lse)
+    a.lse[item.row * a.lse_row + head] = lse_of(block_sum<S>(room, threadIdx.x));
+  write<S, 0>(part, a, item, latent);
+  if (S::GROUPS == 1) write<S, S::TALL - 4>(part, a, item, latent + 8);
+}
+
+// Give this part of an item to the cluster's blocks, and write this block's share of the latents of all parts.
+template <typename S>
+__device__ __forceinline__ void spread(const Part<S>& part, Room<S>& room, const Attention& a, const Item<S>& item, int rank,
+                                       int latent) {
+  Given<S> given(room, a.parts);
+  cluster_wait();  // tiles are read no more
+  give<S, 0>(part, given, rank, latent);
+  if (S::GROUPS == 1) give<S, S::TALL - 4>(part, given, rank, latent + 8);
+  int to = lane() >> 1;
+  for (int head = 2 * warp() + (lane() & 1); head < S::HEADS; head += S::WORKERS / 16)
+    if (to < a.parts) give_two(given.sums + rank * S::HEADS + head, to, block_sum<S>(room, head));
+  cluster_sync();
+  add_given<S>(given, a, item, min(S::HEADS, a.heads - item.first_head), rank);
+}
+
+// Add the parts of an item and write its outputs.
 template <typename S>
 __device__ __forceinline__ void settle(Part<S>& part, Room<S>& room, const Attention& a, const Item<S>& item, int group,
                                        int rank) {
-  int g = lane() >> 2, t = lane() & 3, w = warp() & 3, heads = min(S::HEADS, a.heads - item.first_head);
-  tell<S>(part, room, group);
+  if (a.parts > 1) cluster_arrive();
+  join<S>(part, room, group);
+  int chunk = 8 * (warp() & 3) + (lane() >> 2), latent = S::HALVED ? 256 * group + 8 * chunk : 16 * chunk + 8 * group;
   if (a.parts == 1)
-    workers_meet<S>();
-  else
-    cluster_sync();
-  for (int head = warp(); head < heads; head += S::WORKERS / 32) weigh<S>(room, a, item, rank, head);
-  workers_meet<S>();
-#pragma unroll
-  for (int c = 0; c < S::PAIRS; ++c) {
-    float share = room.share[group][8 * (c / 2) + 2 * t + (c & 1)];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) part.o[i][c / 2][c & 1] *= share, part.o[i][c / 2][2 + (c & 1)] *= share;
-  }
-  exchange<S>(part, room, group);
-  int latent = 16 * (8 * w + g) + 8 * group;
-  if (a.parts == 1)
-    write<S>(part, a, item, latent);
+    write_item<S>(part, room, a, item, group, latent);
   else
     spread<S>(part, room, a, item, rank, latent);
 }
@@ -572,7 +746,7 @@ __device__ __forceinline__ void settle(Part<S>& part, Room<S>& room, const Atten
 // Compute this warpgroup's tiles, item by item.
 template <typename S>
 __device__ __forceinline__ void work(Room<S>& room, const Attention& a, int first, int step, int items, int part) {
-  int group = warp() >> 2, t = lane() & 3, before = 0;
+  int group = alike(warp() >> 2), t = lane() & 3, before = 0;
 #pragma unroll 1
   for (int at = first; at < items; at += step) {
     Item<S> item(a, at, part);
@@ -585,27 +759,30 @@ __device__ __forceinline__ void work(Room<S>& room, const Attention& a, int firs
     for (int c = 0; c < S::PAIRS; ++c) {
       mine.base[c] = -INFINITY, mine.total[c] = 0.0f, factor[c] = room.factor[8 * (c / 2) + 2 * t + (c & 1)];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) mine.o[i][c / 2][c & 1] = mine.o[i][c / 2][2 + (c & 1)] = 0.0f;
+      for (int i = 0; i < S::TALL; ++i) mine.o[i][c / 2][c & 1] = mine.o[i][c / 2][2 + (c & 1)] = 0.0f;
     }
-    int turn = 0;
+    int tiles = item.tiles;
 #pragma unroll 1
-    for (int tile = before + group; tile < before + item.tiles; tile += S::GROUPS, ++turn) {
-      barrier_wait(&room.full[tile % S::DEPTH], tile / S::DEPTH & 1);
-      add_tile<S>(mine, room, factor, tile % S::DEPTH, turn, group);
+    for (int turn = 0; turn * S::GROUPS < tiles; ++turn) {
+      int tile = before + turn * S::GROUPS;
+      if constexpr (S::HALVED) {
+        add_two<S>(mine, room, factor, tile, tiles - turn * S::GROUPS, turn, group);
+      } else {
+        if (turn * S::GROUPS + group < tiles) add_one<S>(mine, room, factor, tile + group, turn, group);
+      }
     }
-    before += item.tiles;
+    before += tiles;
     settle<S>(mine, room, a, item, group, part);
   }
 }
 
 template <typename S>
 __device__ __forceinline__ void attend(const Attention& a) {
-  extern __shared__ __align__(1024) unsigned char memory[];
   Room<S>& room = *reinterpret_cast<Room<S>*>(memory);
   int part = blockIdx.x % a.parts, first = blockIdx.x / a.parts, step = gridDim.x / a.parts;
   int items = a.rows * ((a.heads + S::HEADS - 1) / S::HEADS);
   if (threadIdx.x < S::DEPTH)
-    barrier_init(&room.full[threadIdx.x], S::FETCHERS), barrier_init(&room.empty[threadIdx.x], 4);
+    barrier_init(&room.full[threadIdx.x], S::FETCHERS), barrier_init(&room.empty[threadIdx.x], S::HALVED ? 8 : 4);
   __syncthreads();
   if (threadIdx.x >= S::WORKERS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::FEW));
@@ -617,22 +794,24 @@ __device__ __forceinline__ void attend(const Attention& a) {
   }
 }
 
-#define KERNEL(name, format, heads, depth)                                               \
-  using name##_shape = Shape<format, heads, 2, depth>;                                   \
-  extern "C" __global__ void __launch_bounds__(name##_shape::THREADS, 1)                 \
-      name(const __grid_constant__ Attention a) {                                        \
-    attend<name##_shape>(a);                                                             \
+#define KERNEL(name, format, heads, groups, depth)                                              \
+  using name##_shape = Shape<format, heads, groups, depth>;                                     \
+  extern "C" __global__ void __launch_bounds__(name##_shape::THREADS, name##_shape::BLOCKS_THERE) \
+      name(const __grid_constant__ Attention a) {                                               \
+    attend<name##_shape>(a);                                                                    \
   }
-#ifdef LIST
-LIST
-#else
-KERNEL(fp8_16, Fp8, 16, 5)
-KERNEL(fp8_32, Fp8, 32, 4)
-KERNEL(nvfp4_16, Nvfp4, 16, 8)
-KERNEL(nvfp4_32, Nvfp4, 32, 7)
+KERNEL(fp8_16, Fp8, 16, 2, 5)
+KERNEL(fp8_32, Fp8, 32, 2, 4)
+KERNEL(fp8_48, Fp8, 48, 2, 4)
+KERNEL(fp8_pair, Fp8, 16, 1, 2)
+KERNEL(nvfp4_16, Nvfp4, 16, 2, 8)
+KERNEL(nvfp4_32, Nvfp4, 32, 2, 7)
+KERNEL(nvfp4_48, Nvfp4, 48, 2, 6)
+KERNEL(nvfp4_pair, Nvfp4, 16, 1, 3)
 
 // What the launches ask for and pass.
 static_assert(sizeof(Room<fp8_16_shape>) == 223232 && sizeof(Room<fp8_32_shape>) == 211968);
+static_assert(sizeof(Room<fp8_48_shape>) == 227328 && sizeof(Room<fp8_pair_shape>) == 101376);
 static_assert(sizeof(Room<nvfp4_16_shape>) == 208896 && sizeof(Room<nvfp4_32_shape>) == 214016);
-#endif
-static_assert(sizeof(Attention) == 224);
+static_assert(sizeof(Room<nvfp4_48_shape>) == 206848 && sizeof(Room<nvfp4_pair_shape>) == 91136);
+static_assert(sizeof(Attention) == 248);

@@ -49,6 +49,20 @@ __device__ __forceinline__ void tall<32>(float (&d)[4][4], const u32 (&a)[4], Bl
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(block + 2 * step), "r"(static_cast<int>(add)),
         "n"(LAYOUT));
 }
+
+template <>
+__device__ __forceinline__ void tall<48>(float (&d)[6][4], const u32 (&a)[4], Block block, int step, bool add) {
+  asm volatile(
+      "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %29, 0;\nmov.b64 b, {%28, %30};\n"
+      "wgmma.mma_async.sync.aligned.m64n48k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, "
+      "%13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}, {%24, %25, %26, %27}, b, p, 1, 1, 0;\n}"
+      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]),
+        "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]),
+        "+f"(d[3][2]), "+f"(d[3][3]), "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]),
+        "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(block + 2 * step), "r"(static_cast<int>(add)),
+        "n"(LAYOUT));
+}
 #else
 using Block = u32;
 __device__ __forceinline__ Block block_at(const void* p) { return shared_address(p); }
