@@ -209,6 +209,23 @@ def _canaries_intact(buffer: Tensor) -> bool:
     return bool((storage[~covered] == CANARY).all())
 
 
+def no_canaries(device: DeviceHooks) -> str:
+    """Say how a device's buffers lack the canaries that are asked for, or return an empty string.
+
+    Without them a write beside a buffer would pass unseen. Only their sum is looked at: what owns its buffers may
+    say of each that it begins at 0.
+    """
+    for shape, dtype in (((5,), "uint8"), ((3, 5), "bfloat16")):
+        buffer: Tensor = device.empty(shape, dtype, guard=GUARD)
+        around = buffer.untyped_storage().nbytes() - buffer.nbytes
+        if around < 2 * GUARD or not _canaries_intact(buffer):
+            return (
+                f"empty({shape}, {dtype!r}, guard={GUARD}) gives {around} bytes around the tensor that can be looked "
+                f"at, expected {2 * GUARD} or more, each {CANARY:#04x} (hookspecs.DeviceHooks.empty)"
+            )
+    return ""
+
+
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Compare bits: NaN equals itself, −0 is not +0."""
     if a.shape != b.shape or a.dtype != b.dtype:

@@ -45,6 +45,7 @@ from kimi_hal_conformance.messages import (
     Timed,
     send,
 )
+from kimi_hal_conformance.poison import no_canaries
 from kimi_hal_conformance.promises import Allowance, Effort, operand_names
 from kimi_hal_conformance.shrink import described as operands_of
 from kimi_hal_conformance.shrink import smallest
@@ -131,11 +132,15 @@ def _started(batch: Batch, answers: int) -> DeviceHooks | None:
     try:
         hooks: DeviceHooks = resolve(batch.hooks)()
         versions = dict(hooks.versions())
+        unguarded = no_canaries(hooks)
     except Exception as error:
         _say_all(batch, answers, f"the device hooks {batch.hooks} raised {described(error)}")
         return None
     if changed := before.restored(f"making the device hooks {batch.hooks}"):
         _say_all(batch, answers, "; ".join(changed))
+        return None
+    if unguarded:
+        _say_all(batch, answers, f"the device hooks {batch.hooks} give no canaries: {unguarded}")
         return None
     send(answers, Started(pid=os.getpid(), versions=versions))
     return hooks

@@ -272,6 +272,30 @@ def test_a_device_without_graphs_leaves_level_4_untested(tmp_path: Path) -> None
     assert tested.steps[3].why == "not tested: the device has no graphs"
 
 
+def test_hooks_that_capture_nothing_do_not_reach_level_4(tmp_path: Path) -> None:
+    hooks = """
+from kimi_hal.dispatch.device import HostDevice
+
+
+class Device(HostDevice):
+    def capture(self, fn):
+        fn()
+        return fn
+"""
+    write(
+        tmp_path,
+        "eager",
+        IMPLEMENTATIONS.replace("captive", "eager"),
+        KERNELS + hooks,
+        device="eager_kernels:Device",
+    )
+    with installed(tmp_path):
+        (found,) = suite.run(Request("eager", only=(MERGE,), implementation="eager.merge")).verdicts
+    assert (found.status, found.level) == (FAILED, levels.CAPTURABLE)
+    said = "replay 1 of 5: it made the call anew: the device hooks captured nothing"
+    assert found.problems[0] == said
+
+
 # --- the device with graphs itself ------------------------------------------------------------------------
 
 

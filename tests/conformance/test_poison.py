@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
+import msgspec
 import torch
 
 from kimi_hal.dispatch.contract import TensorCap
 from kimi_hal.dispatch.device import HostDevice
 from kimi_hal.ops.operator import OutputShape
+from kimi_hal_conformance import worker
 from kimi_hal_conformance.apart import apart
+from kimi_hal_conformance.cases import load
 from kimi_hal_conformance.draws import strided
-from kimi_hal_conformance.poison import GUARD, Room
+from kimi_hal_conformance.messages import Batch, Done, Message
+from kimi_hal_conformance.poison import GUARD, Room, no_canaries
+from kimi_hal_conformance.verdict import FAILED
 
 
 def test_an_untouched_room_has_no_problems() -> None:
@@ -97,3 +105,52 @@ def test_gaps_stand_where_a_kernel_admits_them_and_keep_its_alignment() -> None:
     assert apart(shape, TensorCap(align=16)) == (40, 16, 1)
     assert apart(shape, TensorCap(align=2, contiguous=("heads",))) == (11, 5, 1)
     assert apart(shape, TensorCap(contiguous=("all",))) == (10, 5, 1)
+
+
+class NoGuard(HostDevice):
+    """Hooks that pass the guard over."""
+
+    def empty(self, shape: tuple[int, ...], dtype: str, *, guard: int) -> Any:
+        return torch.empty(shape, dtype=getattr(torch, dtype))
+
+
+class OtherGuard(HostDevice):
+    """Hooks that leave room, but no canaries in it."""
+
+    def empty(self, shape: tuple[int, ...], dtype: str, *, guard: int) -> Any:
+        room = torch.zeros(3 * guard, dtype=torch.uint8)
+        size = getattr(torch, dtype).itemsize * torch.Size(shape).numel()
+        return room[guard : guard + size].view(getattr(torch, dtype)).view(shape)
+
+
+def test_the_hosts_hooks_give_canaries() -> None:
+    assert no_canaries(HostDevice()) == ""
+
+
+def test_hooks_without_canaries_are_said() -> None:
+    start = "empty((5,), 'uint8', guard=4096) gives "
+    end = "that can be looked at, expected 8192 or more, each 0xa5 (hookspecs.DeviceHooks.empty)"
+    assert no_canaries(NoGuard()) == f"{start}0 bytes around the tensor {end}"
+    assert no_canaries(OtherGuard()) == f"{start}12283 bytes around the tensor {end}"
+
+
+def test_hooks_without_canaries_fail_every_case() -> None:
+    load()
+    cases = ("kda_gate/tp8/rows0", "kda_gate/tp8/rows1")
+    batch = Batch(
+        implementation="acme.fast",
+        device="cpu",
+        hooks=f"{__name__}:NoGuard",
+        cases=cases,
+        seed=0,
+        limit=1.0,
+    )
+    reading, writing = os.pipe()
+    assert worker._started(batch, writing) is None
+    os.close(writing)
+    with os.fdopen(reading, "rb") as lines:
+        messages = [msgspec.json.decode(line, type=Message) for line in lines if line.strip()]
+    verdicts = [m.verdict for m in messages if isinstance(m, Done)]
+    assert [(v.case, v.status) for v in verdicts] == [(case, FAILED) for case in cases]
+    (problem,) = verdicts[0].problems
+    assert problem.startswith(f"the device hooks {__name__}:NoGuard give no canaries: empty((5,), 'uint8', ")

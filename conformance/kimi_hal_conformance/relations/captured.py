@@ -19,6 +19,8 @@ from kimi_hal_conformance.rig import OnePlan, Rig, with_operands
 UNDECLARED = "capture is not declared"
 PIECEWISE = "capture is declared piecewise: the call runs between the graphs, not in one"
 NO_GRAPHS = "the device has no graphs"
+#: What is wrong with a replay that calls Python again.
+NOT_CAPTURED = "it made the call anew: the device hooks captured nothing"
 
 
 def untried(promised: Properties) -> str:
@@ -52,17 +54,31 @@ def _capture(rig: Rig, later: Question) -> Iterator[str]:
     name = rig.question.op.name
     padded = variants.padded(name, later.operands, range(variants.count(name, later.operands)))
     rig.fill(later if padded is None else with_operands(later, padded))
+    launches = 0
+
+    def launch() -> None:
+        nonlocal launches
+        launches += 1
+        rig.launch()
+
     try:
-        replay = rig.subject.hooks.capture(rig.launch)
+        replay = rig.subject.hooks.capture(launch)
     except Exception as error:
         yield f"capture raised {type(error).__name__}: {error}"
         return
     if replay is None:
         raise UntriedError(NO_GRAPHS)
+    captured = launches
     rig.subject.hooks.synchronize()
     yield from (f"in capture: {problem}" for problem in rig.wrong)
     if padded is not None:
         yield from (
             f"capture of nothing but padding: {problem}" for problem in rig.room.problems(("records",))
         )
-    rig.run = replay
+
+    def replayed() -> None:
+        replay()
+        if launches != captured:
+            rig.wrong = (NOT_CAPTURED,)
+
+    rig.run = replayed
