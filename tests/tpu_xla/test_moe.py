@@ -16,7 +16,7 @@ from torch import Tensor
 
 import kimi_hal as hal
 from kimi_hal import formats
-from kimi_hal.ops.moe import MoESpec
+from kimi_hal.ops.moe import MoESpec, RouteSpec
 from kimi_hal.ops.spec import Limits
 from kimi_hal.reference import moe as reference
 from kimi_hal_tpu import expert_grid
@@ -103,3 +103,20 @@ def test_other_routes_share_a_compilation_and_give_the_references_sums(
         torch.testing.assert_close(found.double(), exact, rtol=0.02, atol=0.02)
         counts.append(compilations() - before)
     assert counts == [1, 0, 0]
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_scores_below_the_smallest_normal_number_are_told_apart(
+    groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KIMI_HAL_EXECUTION", "interpreted")
+    monkeypatch.setenv("KIMI_HAL_BACKEND", "tpu")
+    spec = RouteSpec(num_experts=8, topk=2, groups=groups, topk_groups=1)
+    rows = ([-100, -90, -95, -89, -88, -99, -101, -92], [-100] * 8, [-103, -104, -200, 0, -90, -103, -1, -88])
+    logits, bias = torch.tensor(rows).float(), torch.zeros(8)
+    (weights, ids), (his_weights, his_ids) = (
+        hal.plan("moe_route", spec, device="cpu", implementation=name).run(logits, bias)
+        for name in ("tpu.xla", "reference.torch")
+    )
+    assert ids.tolist() == his_ids.tolist()
+    torch.testing.assert_close(weights, his_weights, rtol=1e-6, atol=2.0**-126)  # a subnormal weight is lost
