@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kimi_hal.cli.tables import print_whole
 from kimi_hal_conformance import files, levels, waivers
 from kimi_hal_conformance.claims import told as claims
 from kimi_hal_conformance.code import figures
@@ -50,7 +51,7 @@ NAMED = 3
 
 def print_report(report: Report, console: Console) -> None:
     """Print one line an implementation, what was not tried, every problem, and the closing line."""
-    console.print(compiling.table(report) if compiling.compiled(report) else _table(report))
+    print_whole(compiling.table(report) if compiling.compiled(report) else _table(report), console)
     for target, reason in compiling.stand_ins(report).items():
         line = f"{target} {reason}"
         console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)

@@ -208,6 +208,12 @@ def full_name(implementation: Implementation, loaded: Loaded) -> str:
     return f"{loaded.name}.{implementation.name}"
 
 
+def missing(loaded: Loaded, operators: Sequence[str]) -> tuple[str, ...]:
+    """Return the operators that a backend has no implementation of, of those that are asked for; empty: of all."""
+    wanted = {ops.get(name).name for name in operators} or {*ops.OPERATORS}
+    return tuple(op for op in ops.OPERATORS if op in wanted and not candidates(loaded, op))
+
+
 def operators_without_cases() -> list[str]:
     """Return the operators that no case covers: a fault of the suite."""
     return sorted(set(ops.OPERATORS) - {case.operator for case in cases.CASES.values()})

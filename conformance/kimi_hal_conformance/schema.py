@@ -131,7 +131,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         environment: where and how it was run.
         verdict: one of ``VERDICTS``.
         implementations: those on trial.
-        not_implemented: operators of the contract that the backend does not implement.
+        not_implemented: operators of the contract that the backend does not implement, of those asked for.
         verdicts: ``cases`` in JSON: every case of every implementation.
         waivers: all that were given, used or not.
         could_be_claimed: what passed although it is not claimed; it counts neither for nor against anybody.

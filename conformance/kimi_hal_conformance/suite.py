@@ -7,10 +7,9 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 
-from kimi_hal import ops
 from kimi_hal.dispatch import composed
 from kimi_hal.dispatch.contract import ANY_DEVICE, Probe
-from kimi_hal.dispatch.loader import Loaded, candidates
+from kimi_hal.dispatch.loader import Loaded
 from kimi_hal.errors import UnknownNameError
 from kimi_hal_conformance import __version__, plugins, resume, waivers
 from kimi_hal_conformance import case as cases
@@ -26,7 +25,7 @@ from kimi_hal_conformance.messages import Batch
 from kimi_hal_conformance.request import Request
 from kimi_hal_conformance.runner import Outcome
 from kimi_hal_conformance.runner import run as run_batches
-from kimi_hal_conformance.schedule import Schedule, batch, on_record, schedules, share_out, without
+from kimi_hal_conformance.schedule import Schedule, batch, missing, on_record, schedules, share_out, without
 from kimi_hal_conformance.schema import Environment, Report, compose
 from kimi_hal_conformance.verdict import CouldBe, OnTrial, Verdict
 
@@ -74,7 +73,7 @@ def run(
         backend=loaded.name,
         environment=environment(request, probe, known | outcome.versions, started),
         on_trial=recorded,
-        not_implemented=tuple(op for op in ops.OPERATORS if not candidates(loaded, op)),
+        not_implemented=missing(loaded, request.operators),
         verdicts=disproven(judged, judge),
         waivers=waived,
         could_be_claimed=() if outcome.interrupted else beyond(found, verdicts, loaded, probe, request),

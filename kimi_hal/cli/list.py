@@ -11,6 +11,7 @@ import click
 from kimi_hal.dispatch import composed
 from kimi_hal.dispatch.contract import Capability, Implementation
 from kimi_hal.dispatch.loader import Loaded, Registry, candidates, load
+from kimi_hal.errors import UnknownNameError
 from kimi_hal.ops import OPERATORS
 from kimi_hal.ops.operator import get
 from kimi_hal.settings import Settings
@@ -25,6 +26,10 @@ LEGEND = "● native  ◐ portable, anywhere  ○ interpreted, on the CPU  · co
 def command(operator: str | None, as_json: bool) -> None:
     """Print which backend implements which operator; with OPERATOR, what each implementation covers."""
     registry = load(Settings(), strict=False)
+    if operator in registry.backends and operator not in OPERATORS:
+        raise UnknownNameError(
+            f"{operator!r} is a backend: `kimi-hal list` has a column for it, `kimi-hal list OPERATOR` what it covers"
+        )
     names = [get(operator).name] if operator else list(OPERATORS)
     if as_json:
         click.echo(json.dumps(matrix(registry, names), indent=2))
@@ -106,17 +111,19 @@ def print_matrix(registry: Registry, operators: list[str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from kimi_hal.cli.tables import print_whole
+
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("operator", no_wrap=True)
     for loaded in columns(registry):
-        table.add_column(loaded.name, overflow="fold")
+        table.add_column(loaded.name, no_wrap=True)
     for name in operators:
         table.add_row(name, *(cell(loaded, name) for loaded in columns(registry)))
     console = Console()
-    console.print(table)
-    console.print(LEGEND, highlight=False)
+    print_whole(table, console)
+    console.print(LEGEND, highlight=False, soft_wrap=True)
     for name, failure in sorted(registry.failures.items()):
-        console.print(f"plugin {name}: {failure.message}", style="red", markup=False)
+        console.print(f"plugin {name}: {failure.message}", style="red", markup=False, soft_wrap=True)
 
 
 def cell(loaded: Loaded, operator: str) -> str:
@@ -131,6 +138,12 @@ def marks(loaded: Loaded, implementation: Implementation) -> str:
     return "".join(mark for way, mark in MARKS.items() if way in ways)
 
 
+def needed(capability: Capability) -> str:
+    """Return what a capability requires, which may be all that tells it from another."""
+    listed = ", ".join(f"{name} {versions}".rstrip() for name, versions in capability.requires.items())
+    return f" with {listed}" if listed else ""
+
+
 def print_details(registry: Registry, operator: str) -> None:
     """Print the capabilities of every implementation of one operator."""
     for backend in sorted(registry.backends):
@@ -140,6 +153,6 @@ def print_details(registry: Registry, operator: str) -> None:
             if names := targets(loaded, implementation):
                 click.echo(f"  compiled for {', '.join(names)} by `kimi-hal conformance run --compile-only`")
             for capability in implementation.capabilities:
-                click.echo(f"  on {', '.join(capability.arch)}")
+                click.echo(f"  on {', '.join(capability.arch)}{needed(capability)}")
                 for field, domain in {**capability.spec, **capability.limits}.items():
                     click.echo(f"    {field}: {domain}")

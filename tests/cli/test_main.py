@@ -95,12 +95,16 @@ def test_list_shows_every_operator_and_backend() -> None:
         assert backends["reference"], "the reference computes every operator"
 
 
-@pytest.mark.parametrize("columns", [80, 110])
-def test_the_matrix_fits_a_terminal_and_cuts_no_name(columns: int) -> None:
-    lines = kimi_hal("list", COLUMNS=str(columns)).stdout.splitlines()
-    assert max(map(len, lines)) <= columns
+def test_the_matrix_cuts_and_breaks_no_name_however_narrow_the_terminal() -> None:
+    out = kimi_hal("list", COLUMNS="110").stdout
+    assert kimi_hal("list", COLUMNS="40").stdout == out
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= 110
     assert not any("…" in line for line in lines)
     assert lines[1].split()[:2] == ["operator", "reference"]
+    (line,) = [line.split() for line in lines if line.lstrip().startswith("moe_route")]
+    assert line == ["moe_route", "torch", "●◐○", "–", "–", "–", "xla", "●○"]
+    assert any("cuda_blackwell ·" in line for line in lines)
 
 
 def test_a_composition_runs_no_further_than_its_parts() -> None:
@@ -128,6 +132,22 @@ def test_list_says_what_can_be_compiled_without_its_device() -> None:
     out = kimi_hal("list", "merge_attn_states").stdout
     assert "  compiled for gfx942, gfx950 by `kimi-hal conformance run --compile-only`" in out
     assert "triton ●○·" in kimi_hal("list").stdout
+
+
+def test_list_names_what_a_capability_requires() -> None:
+    out = kimi_hal("list", "kda_prefill").stdout.splitlines()
+    blocks = [line for line in out if line.startswith("  on ") and "v6e" in line]
+    assert len(blocks) == len(set(blocks)) == 3, blocks
+    assert sum(" with " in line for line in blocks) == 3, blocks
+
+
+def test_a_backend_is_no_operator_to_list() -> None:
+    done = kimi_hal("list", "amd")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "kimi-hal: 'amd' is a backend: `kimi-hal list` has a column for it, "
+        "`kimi-hal list OPERATOR` what it covers\n"
+    )
 
 
 def test_list_of_an_unknown_operator_names_the_nearest() -> None:

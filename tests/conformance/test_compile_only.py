@@ -5,6 +5,7 @@ The plugin's compiler is a fake, so that every outcome can be had: nothing here 
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -15,10 +16,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 from plugin_package import installed, write
+from rich.console import Console
 
 from kimi_hal.errors import UnknownNameError
 from kimi_hal_conformance.cli import cli
+from kimi_hal_conformance.compiling import table
 from kimi_hal_conformance.compiling.run import OF_PARTS, OWN_CODE, CompileRequest, run
+from kimi_hal_conformance.report import print_report
 from kimi_hal_conformance.schema import Report, read
 from kimi_hal_conformance.verdict import CRASHED, FAILED, HUNG, NOT_RUN, PASSED, Verdict
 
@@ -290,6 +294,24 @@ def test_what_has_no_kernel_stands_there_with_the_reason(report: Report) -> None
     composite = found(report, "compile/dsa_decode/*/a1x")
     assert (composite.status, composite.problems) == (NOT_RUN, (OF_PARTS,))
     assert {"moe_route", "all_gather", "topk_merge"} <= set(report.not_implemented)
+
+
+def test_of_operators_that_were_not_asked_for_nothing_is_said(forge: None) -> None:
+    report = run(CompileRequest("forge", targets=("b1",), operators=("kda_gate",)))
+    assert report.not_implemented == ()
+    assert run(CompileRequest("forge", targets=("b1",), operators=("moe_route",))).not_implemented == (
+        "moe_route",
+    )
+
+
+def test_the_table_breaks_no_name_where_lines_are_short(report: Report) -> None:
+    stream = io.StringIO()
+    print_report(report, Console(file=stream, width=40, color_system=None))
+    lines = stream.getvalue().splitlines()
+    shown = [cells for row in table.rows(report) if (cells := [c for c in row.cells[1:] if c])]
+    assert len(shown) > 20
+    for cells in shown:
+        assert any(" ".join(cells) in " ".join(line.split()) for line in lines), cells
 
 
 def test_a_target_that_is_not_claimed_has_no_kernel(forge: None) -> None:

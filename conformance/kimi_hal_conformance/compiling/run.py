@@ -17,7 +17,7 @@ import msgspec
 from kimi_hal import ops
 from kimi_hal.dispatch import composed
 from kimi_hal.dispatch.contract import Implementation, Target
-from kimi_hal.dispatch.loader import Loaded, candidates
+from kimi_hal.dispatch.loader import Loaded
 from kimi_hal.errors import UnknownNameError, unknown
 from kimi_hal.settings import VARIABLES
 from kimi_hal_conformance import __version__, plugins, schedule
@@ -100,7 +100,7 @@ def run(request: CompileRequest, progress: Callable[[Verdict], None] = lambda ve
             limited_to=request.limited_to,
         ),
         on_trial=tuple(schedule.on_record(i, loaded) for i in on_trial(loaded, request)),
-        not_implemented=tuple(op for op in ops.OPERATORS if not candidates(loaded, op)),
+        not_implemented=schedule.missing(loaded, request.operators),
         verdicts=[msgspec.structs.replace(v, replay=replay(v, request)) for v in verdicts],
     )
 

@@ -29,8 +29,6 @@ HEADERS = (
 )
 #: Columns of numbers.
 NUMBERS = ("kB", "registers", "spilled", "shared kB")
-#: Columns of names, which may go over several lines where a terminal is narrow.
-NAMES = ("family", "operator", "by", "kernel")
 NOT_IMPLEMENTED = "not implemented"
 STYLES = {"passed": "", "not_run": "dim", "failed": "red", "crashed": "red", "hung": "red"}
 
@@ -45,19 +43,14 @@ class Row:
 
 
 def table(report: Report) -> Table:
-    """Return the rows for a terminal; a family's name stands at its first row, and long names go over lines."""
+    """Return the rows for a terminal; a family's name stands at its first row."""
     made = Table(
         box=SIMPLE, caption="spilled: bytes a thread in memory for want of registers", padding=(0, 1, 0, 0)
     )
-    every = list(rows(report))
-    for column, header in enumerate(HEADERS):
-        whole = max((len(row.cells[column]) for row in every), default=0)
-        least = None if header in NAMES else whole
-        made.add_column(
-            header, justify="right" if header in NUMBERS else "left", overflow="fold", min_width=least
-        )
+    for header in HEADERS:
+        made.add_column(header, justify="right" if header in NUMBERS else "left", no_wrap=True)
     last = ""
-    for row in every:
+    for row in rows(report):
         family, *rest = row.cells
         made.add_row("" if family == last else family, *map(Text, rest), style=STYLES[row.status])
         last = family
