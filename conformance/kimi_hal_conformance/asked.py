@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from kimi_hal_conformance.printable import printable
+
 #: As ``case.PROFILES``, which is not imported for a command that only prints its help.
 PROFILE_NAMES = ("interp", "quick", "standard", "full")
 
@@ -34,3 +36,6 @@ class AskedError(click.ClickException):
     """Something that does not exist was asked for: exit status 2, as for a wrong option."""
 
     exit_code = 2
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))  # a plugin may have raised it

@@ -15,6 +15,7 @@ from kimi_hal_conformance.case import Case, drawn
 from kimi_hal_conformance.judging import judged
 from kimi_hal_conformance.levels import of
 from kimi_hal_conformance.oracle import Question
+from kimi_hal_conformance.printable import printable
 from kimi_hal_conformance.promises import NONE, Effort, Kept, kept
 from kimi_hal_conformance.ranks import differing, on_ranks, questions
 from kimi_hal_conformance.rig import OnePlan
@@ -87,7 +88,7 @@ def described(error: BaseException) -> str:
     text = ""
     for cause in reversed(causes(error)):
         own = _message(cause)
-        said = f"{type(cause).__name__}: {own}".rstrip(": ")
+        said = f"{printable(type(cause).__name__)}: {own}".rstrip(": ")
         text = f"{said} (from {text})" if text and _message(cause.__cause__) not in said else said
     return text
 
@@ -105,7 +106,8 @@ def traced(error: BaseException) -> str:
     chain = []
     for cause in reversed(causes(error)):
         lines = traceback.format_tb(cause.__traceback__)
-        chain.append("".join((HEADING, *lines, f"{type(cause).__name__}: {_message(cause)}".rstrip(": "))))
+        said = f"{printable(type(cause).__name__)}: {_message(cause)}".rstrip(": ")
+        chain.append("".join((HEADING, *map(printable, lines), said)))
     return "\n\n".join(chain)[-OUTPUT:]
 
 
@@ -116,7 +118,7 @@ def _message(error: BaseException | None) -> str:
     except BaseException as other:
         return f"its own message raised {type(other).__name__}"
     text = text if len(text) <= LONGEST else f"{text[:LONGEST]} … ({len(text)} characters)"
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+    return printable(text)
 
 
 def try_case(case: Case, subject: Subject, seed: int) -> tuple[list[str], list[Measure], list[Called]]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kimi_hal.ops.operator import OutputShape, torch_dtype
 from kimi_hal_conformance.oracle import buffers
+from kimi_hal_conformance.printable import printable
 
 
 class FormError(Exception):
@@ -40,7 +41,7 @@ def results_of(results: Any, names: Sequence[str]) -> tuple[Any, ...]:
 def _form(results: Any) -> str:
     if results is None:
         return "nothing"
-    kind = type(results).__name__
+    kind = printable(type(results).__name__)
     return f"a {kind} of {len(results)}" if isinstance(results, tuple | list) else f"a {kind}"
 
 
@@ -55,9 +56,9 @@ def problems(
     inputs = {n: t for n, t in buffers(tuple(placed), placed).items() if isinstance(t, Tensor)}
     for shape, result in zip(shapes, results, strict=True):
         if not isinstance(result, Tensor):
-            yield f"{shape.keyword} is a {type(result).__name__}, not a tensor"
+            yield f"{shape.keyword} is a {printable(type(result).__name__)}, not a tensor"
         elif type(result) is not Tensor:
-            name = type(result).__name__
+            name = printable(type(result).__name__)
             yield f"{shape.keyword} is of the class {name}, which answers for itself: expected a plain tensor"
         elif shape.keyword in outs:
             if result is not outs[shape.keyword]:

@@ -28,7 +28,8 @@ from kimi_hal_conformance.messages import (
     Started,
     Timed,
 )
-from kimi_hal_conformance.turn import Turn, verdict
+from kimi_hal_conformance.printable import printable
+from kimi_hal_conformance.turn import Turn, plain, verdict
 from kimi_hal_conformance.verdict import CRASHED, FAILED, HUNG, NOT_RUN, PASSED, Verdict
 
 #: Seconds in which a worker must have imported torch and the suite, and the device's hooks answered.
@@ -120,7 +121,7 @@ class Lane:
         if not turn.left or message.verdict.case != turn.left[0]:
             return  # no one asked for it: a copy of the process, made by a kernel, speaks too
         turn.left.popleft()
-        found = self._with_output(message.verdict, turn.mark)
+        found = self._with_output(plain(message.verdict), turn.mark)
         turn.mark, turn.limit = self._mark(), turn.batch.limit
         if message.timing:
             turn.hold(found, TIMING)
@@ -238,7 +239,7 @@ class Lane:
         """Return the end of what was printed since a mark."""
         end = self._mark()
         self._log.seek(max(mark, end - OUTPUT))
-        return self._log.read().decode(errors="replace").strip()
+        return printable(self._log.read().decode(errors="replace").strip())
 
 
 def allowed(turn: Turn) -> str:

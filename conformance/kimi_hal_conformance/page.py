@@ -14,6 +14,7 @@ from kimi_hal_conformance import files
 from kimi_hal_conformance.compiling import table as compiling
 from kimi_hal_conformance.levels import BELOW, REACHED, STOPPED, UNTESTED
 from kimi_hal_conformance.plot import Plot, Row, Share
+from kimi_hal_conformance.printable import legal
 from kimi_hal_conformance.report import summary, worst
 from kimi_hal_conformance.schema import Report, Tested
 from kimi_hal_conformance.verdict import (
@@ -29,8 +30,6 @@ from kimi_hal_conformance.verdict import (
 TEMPLATE = "report.html.j2"
 #: How a box of a level is marked, beside its colour.
 MARKS = {REACHED: "✓", STOPPED: "✗", BELOW: "<", UNTESTED: "–"}
-#: A page has no way to write control characters, which a process's output may hold.
-CONTROLS = dict.fromkeys({*range(32)} - {ord("\t"), ord("\n")}, "\ufffd")
 
 
 @dataclass(frozen=True)
@@ -113,9 +112,7 @@ def environment() -> Environment:
 
 
 def _printable(value: Any) -> Any:
-    return (
-        value.translate(CONTROLS) if type(value) is str else value
-    )  # Markup is escaped already, and stays what it is
+    return legal(value) if type(value) is str else value  # Markup is escaped already, and stays what it is
 
 
 def sections(report: Report) -> Iterator[Section]:

@@ -18,6 +18,7 @@ from kimi_hal_conformance import files, levels, waivers
 from kimi_hal_conformance.claims import told as claims
 from kimi_hal_conformance.code import figures
 from kimi_hal_conformance.compiling import table as compiling
+from kimi_hal_conformance.printable import legal
 from kimi_hal_conformance.schema import (
     CONFORMS,
     DOES_NOT_CONFORM,
@@ -213,6 +214,9 @@ def write_junit(report: Report, path: Path) -> None:
     if report.waivers:
         _waivers(ET.SubElement(root, "testsuite", name="waivers"), report.waivers)
     ET.indent(root)
+    for element in root.iter():
+        element.text = legal(element.text or "") or None
+        element.attrib |= {name: legal(value) for name, value in element.attrib.items()}
     files.write(path, ET.tostring(root, encoding="utf-8", xml_declaration=True))
 
 
@@ -224,9 +228,9 @@ def _waivers(suite: ET.Element, given: Sequence[Waiver]) -> None:
         name = f"{waiver.case} {waiver.implementation}".rstrip()
         test = ET.SubElement(suite, "testcase", classname="waiver", name=name)
         if waiver.problem:
-            ET.SubElement(test, "failure", message=_legal(waiver.problem))
+            ET.SubElement(test, "failure", message=waiver.problem)
         elif waiver.note:
-            ET.SubElement(test, "skipped", message=_legal(waiver.note))
+            ET.SubElement(test, "skipped", message=waiver.note)
 
 
 def _counts(verdicts: list[Verdict]) -> dict[str, str]:
@@ -258,17 +262,12 @@ def _testcase(suite: ET.Element, verdict: Verdict) -> None:
     if verdict.code is not None:
         properties = ET.SubElement(test, "properties")
         for name, value in figures(verdict.code).items():
-            ET.SubElement(properties, "property", name=name, value=_legal(value))
+            ET.SubElement(properties, "property", name=name, value=value)
     if verdict.status == PASSED:
         return
     message = f"{verdict.status}: {verdict.waiver or '; '.join(verdict.problems)}"
-    element = ET.SubElement(test, TAG[verdict.status], message=_legal(message))
+    element = ET.SubElement(test, TAG[verdict.status], message=message)
     lines = [*verdict.problems, *([f"replay: {verdict.replay}"] if verdict.replay else [])]
-    element.text = _legal("\n".join(lines))
+    element.text = "\n".join(lines)
     if verdict.output:
-        ET.SubElement(test, "system-out").text = _legal(verdict.output)
-
-
-def _legal(text: str) -> str:
-    """Return text without the control characters that XML has no way to write."""
-    return "".join(c if c in "\t\n" or ord(c) >= 32 else "�" for c in text)
+        ET.SubElement(test, "system-out").text = verdict.output

@@ -10,6 +10,7 @@ import msgspec
 from kimi_hal_conformance.case import get
 from kimi_hal_conformance.levels import SPEED
 from kimi_hal_conformance.messages import TIMING, UNUSABLE, Batch, Ended, Message, Shrunk, Timed
+from kimi_hal_conformance.printable import printable
 from kimi_hal_conformance.verdict import AGAINST, FAILED, Verdict
 
 #: What is said of the input of a case whose process was lost, and of one whose process ended itself.
@@ -90,4 +91,14 @@ def verdict(batch: Batch, case_id: str, status: str, problem: str, output: str =
         output=output,
         smallest=case.id if status in AGAINST else "",
         input=NOT_CUT if status in AGAINST else "",
+    )
+
+
+def plain(verdict: Verdict) -> Verdict:
+    """Return a verdict in which all that its process said is printable."""
+    return msgspec.structs.replace(
+        verdict,
+        problems=tuple(map(printable, verdict.problems)),
+        output=printable(verdict.output),
+        untried={name: printable(why) for name, why in verdict.untried.items()},
     )

@@ -239,3 +239,13 @@ def test_discrete_results_are_exact_or_beyond() -> None:
     assert output.worst([verdict(PASSED, measures=(exact,))]) == "exact"
     assert output.worst([verdict(PASSED, measures=(exact, MEASURES[0]))]) == "0.50"
     assert output.worst([verdict(NOT_RUN)]) == ""
+
+
+def test_junit_can_be_read_whatever_a_process_printed_or_a_name_holds(tmp_path: Path) -> None:
+    odd = "\x00\ufffe\uffff\ud800"
+    found = verdict(CRASHED, f"kda_gate/{odd}", output=odd, problems=(odd,), implementation=f"acme.{odd}")
+    output.write_junit(report(found), tmp_path / "odd.xml")
+    (suite,) = ET.parse(tmp_path / "odd.xml").getroot()
+    assert suite.get("name") == "acme.����"
+    assert suite[0].get("name") == "kda_gate/����"
+    assert [element.text for element in suite[0]] == ["����", "����"]

@@ -10,6 +10,7 @@ import msgspec
 from kimi_hal_conformance.compiling.order import ALL, GO, Order, said
 from kimi_hal_conformance.lane import LOST_IN_A_ROW, START_LIMIT, Lane, ending
 from kimi_hal_conformance.messages import Done, Ended, Listed
+from kimi_hal_conformance.turn import plain
 from kimi_hal_conformance.verdict import CRASHED, HUNG, NOT_RUN, Verdict
 
 
@@ -51,7 +52,7 @@ class CompileLane(Lane):
             elif isinstance(message, Done):
                 if kernels:
                     done.append(kernels.popleft())
-                found = self._with_output(message.verdict, mark)
+                found = self._with_output(plain(message.verdict), mark)
                 mark = self._tell(GO) if kernels else mark
                 yield found
             elif isinstance(message, Ended) and message.code == 0 and answered and not kernels:
