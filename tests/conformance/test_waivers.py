@@ -104,6 +104,21 @@ def test_without_an_implementation_it_covers_all_that_fail() -> None:
     assert apply(given, verdict(FAILED), verdict(HUNG, "acme.slow")) == ([WAIVED, WAIVED], [""])
 
 
+CLAIM = "kda_gate/claims/f28a965a"
+
+
+def test_a_claim_can_be_waived_by_the_id_that_the_report_gives_it(tmp_path: Path) -> None:
+    path = tmp_path / "waivers.toml"
+    path.write_text(
+        "[[waiver]]\n" + "".join(f"{k} = {v}\n" for k, v in {**RIGHT, "case": f'"{CLAIM}"'}.items())
+    )
+    (given,) = waivers.read(path)
+    assert apply([given], verdict(FAILED, case=CLAIM)) == ([WAIVED], [""])
+    said = "it matches nothing: no implementation that was tried makes such a claim in this profile"
+    assert apply([given], verdict(PASSED)) == ([PASSED], [said])
+    assert apply([given], verdict(PASSED, case=CLAIM)) == ([PASSED], ["acme.fast passes: remove it"])
+
+
 def test_what_is_said_of_a_whole_operator_can_be_waived() -> None:
     assert apply([waiver(case="kda_gate/*")], verdict(FAILED, case="kda_gate/*")) == ([WAIVED], [""])
 
