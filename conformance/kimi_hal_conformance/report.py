@@ -63,10 +63,12 @@ def print_report(report: Report, console: Console) -> None:
     for line in () if compiling.compiled(report) else levels.lines(report.implementations):
         console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
     for reason, count in left_out(report).items():
-        console.print(f"not run, {count}: {escape(reason)}", style="dim", highlight=False)
+        console.print(f"not run, {count}: {escape(reason)}", style="dim", highlight=False, soft_wrap=True)
     if report.not_implemented:
         names = ", ".join(report.not_implemented)
-        console.print(f"not implemented by {report.backend}: {names}", style="dim", highlight=False)
+        console.print(
+            f"not implemented by {report.backend}: {names}", style="dim", highlight=False, soft_wrap=True
+        )
     for verdict in report.verdicts:
         if verdict.status in AGAINST:
             _print_problem(verdict, console)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 
 import kimi_hal as hal
+from kimi_hal.dispatch.contract import Target
+from kimi_hal.dispatch.loader import resolve
 from kimi_hal.errors import ContractError, SelectionError, ToolMissingError, UnknownNameError
 from kimi_hal.ops.spec import Limits
 from kimi_hal.ops.topk_merge import TopKSpec
 from kimi_hal_tpu import buckets, generations, requirements
+from kimi_hal_tpu.pallas_claims import PALLAS
 
 
 def test_rows_outside_every_bucket_name_the_buckets() -> None:
@@ -86,8 +89,31 @@ def test_another_jax_is_refused() -> None:
     with pytest.raises(ToolMissingError) as error:
         requirements.check_jax("0.7.1", "0.0.20")
     assert str(error.value) == (
-        "the Pallas kernels are written for jax 0.10, this is jax 0.7.1: pip install -r requirements/tpu_jax.txt"
+        "the Pallas kernels are written for jax 0.10, this is jax 0.7.1; they have theirs in an environment of its "
+        "own: python -m nox -s tpu_jax --install-only (docs/tpu.md)"
     )
+
+
+@pytest.mark.parametrize(
+    ("there", "said"),
+    [
+        ({}, "no jax, no libtpu"),
+        ({"jax": "0.7.1", "libtpu": "0.0.21"}, "jax 0.7.1, libtpu 0.0.21"),
+        ({"jax": "0.10.2"}, "jax 0.10.2, no libtpu"),
+    ],
+)
+def test_where_kernels_cannot_be_compiled_an_environment_is_named(
+    monkeypatch: pytest.MonkeyPatch, there: dict[str, str], said: str
+) -> None:
+    monkeypatch.setattr(requirements, "installed", lambda name: there.get(name, ""))
+    for item in PALLAS:
+        if item.compile:
+            with pytest.raises(ToolMissingError) as error:
+                resolve(item.compile)(Target("v6e", arch="v6e"))
+            assert str(error.value) == (
+                f"tpu.pallas is compiled by jax 0.10 with its libtpu, here is {said}; they are in an environment of "
+                "its own: python -m nox -s tpu_jax --install-only (docs/tpu.md)"
+            )
 
 
 def test_a_torch_xla_of_another_torch_is_refused() -> None:

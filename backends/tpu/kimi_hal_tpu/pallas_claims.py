@@ -94,7 +94,7 @@ def _implementation(operator: str) -> Implementation:
         execution=("native", "interpreted", "compile_only"),
         weights="kimi_hal_tpu.pallas.expert_blocks:weights" if operator == "moe_experts" else None,
         weights_format=EXPERTS_FORMAT if operator == "moe_experts" else None,
-        compile=f"kimi_hal_tpu.pallas.{'kda_' if operator.startswith('kda_') else ''}compiling:{operator}",
+        compile=f"kimi_hal_tpu.descriptions:{operator}",
         source=SOURCE,
         split=splits.pallas(operator),
     )

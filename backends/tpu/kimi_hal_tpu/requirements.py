@@ -15,6 +15,8 @@ TORCH = {"2.9": "2.9"}
 TRACED_BY = {"2.9": ("0.7", "0.0.21")}
 #: torch_tpu -> the jax whose programs its ``jax_op`` was tried with, and the oldest libtpu that it takes.
 EXPORTED_BY = {"0.2": ("0.10", "0.0.50")}
+#: Where the kernels' jax and libtpu are: one that torch-xla is in holds others, and would break.
+ENVIRONMENT = "in an environment of its own: python -m nox -s tpu_jax --install-only (docs/tpu.md)"
 
 
 def installed(name: str) -> str:
@@ -42,12 +44,10 @@ def check_jax(jax: str | None = None, libtpu: str | None = None) -> None:
     jax = installed("jax") if jax is None else jax
     libtpu = installed("libtpu") if libtpu is None else libtpu
     if not jax:
-        raise ImportError(
-            "jax is not installed; the Pallas kernels need it: pip install -r requirements/tpu_jax.txt"
-        )
+        raise ImportError(f"jax is not installed; the Pallas kernels need it, {ENVIRONMENT}")
     if _series(jax, 2) != "0.10":
         raise ToolMissingError(
-            f"the Pallas kernels are written for jax 0.10, this is jax {jax}: pip install -r requirements/tpu_jax.txt"
+            f"the Pallas kernels are written for jax 0.10, this is jax {jax}; they have theirs {ENVIRONMENT}"
         )
     wanted = LIBTPU[_series(jax, 2)]
     if libtpu and _series(libtpu, 3) != wanted:
@@ -55,6 +55,24 @@ def check_jax(jax: str | None = None, libtpu: str | None = None) -> None:
             f"jax {jax} goes with libtpu {wanted}.*, this is libtpu {libtpu}, whose compiler fails on asynchronous "
             f"operations of another jax: pip install 'libtpu=={wanted}.*'"
         )
+
+
+def check_compiler() -> None:
+    """Refuse an environment in which the Pallas kernels cannot be compiled for a TPU.
+
+    Raises:
+        ToolMissingError: jax or libtpu is missing, or not the one; says which environment has both.
+    """
+    jax, libtpu = installed("jax"), installed("libtpu")
+    if _series(jax, 2) != "0.10" or not libtpu:
+        here = ", ".join(
+            f"{name} {number}" if number else f"no {name}"
+            for name, number in (("jax", jax), ("libtpu", libtpu))
+        )
+        raise ToolMissingError(
+            f"tpu.pallas is compiled by jax 0.10 with its libtpu, here is {here}; they are {ENVIRONMENT}"
+        )
+    check_jax(jax, libtpu)
 
 
 def check_torch_xla(torch_xla: str | None = None, torch: str | None = None) -> None:
