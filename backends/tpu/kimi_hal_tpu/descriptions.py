@@ -1,4 +1,4 @@
-"""The Pallas kernels as compilers are told of them, once their jax and libtpu are here. Importing this imports no jax."""
+"""The Pallas kernels as compilers are told of them, if their jax and libtpu are here. Importing this imports no jax."""
 
 from __future__ import annotations
 
