@@ -42,6 +42,8 @@ GRACE = 3.0
 LOST_IN_A_ROW = 3
 #: Characters kept of what a process printed.
 OUTPUT = 4000
+#: Bytes of it that lie on the disk until the next look at it, which is seconds later.
+LOG, LOOK = 64 << 20, 0.25
 
 
 class StoppedError(Exception):
@@ -60,7 +62,7 @@ class Lane:
         self._batch = 0  # the process of the batch in hand, which leads a group of its own
         self._answers = -1
         self._pending = b""
-        self._log: IO[bytes] = TemporaryFile()  # noqa: SIM115 - closed by stop()
+        self._log: IO[bytes] = TemporaryFile(buffering=0)  # noqa: SIM115 - closed by stop()
         self._stopped = False
 
     def run(self, batch: Batch) -> Iterator[Verdict]:
@@ -156,7 +158,16 @@ class Lane:
 
     def _mark(self) -> int:
         """Return where the log ends."""
-        return self._log.seek(0, os.SEEK_END)
+        return os.fstat(self._log.fileno()).st_size
+
+    def _trim(self) -> None:
+        """Keep the end of the log alone where a process prints without end: it would fill its neighbours' disk too."""
+        log, size = self._log.fileno(), self._mark()
+        if size > LOG:
+            end = os.pread(log, OUTPUT, size - OUTPUT)
+            os.ftruncate(log, 0)
+            os.lseek(log, 0, os.SEEK_SET)  # the process's own place in it too
+            os.write(log, end)
 
     def _with_output(self, found: Verdict, mark: int) -> Verdict:
         """Return a verdict with what was printed since a mark, unless it passed."""
@@ -218,9 +229,13 @@ class Lane:
                     found: Message = msgspec.json.decode(line, type=Message)
                     return found
                 continue
-            ready, _, _ = select.select([self._answers], [], [], max(0.0, deadline - time.monotonic()))
+            left = max(0.0, deadline - time.monotonic())
+            ready, _, _ = select.select([self._answers], [], [], min(left, LOOK))
             if self._stopped:
                 raise StoppedError
+            self._trim()
+            if not ready and left > LOOK:
+                continue
             if not ready:
                 return None
             chunk = os.read(self._answers, 1 << 20)
@@ -238,8 +253,8 @@ class Lane:
     def _output(self, mark: int) -> str:
         """Return the end of what was printed since a mark."""
         end = self._mark()
-        self._log.seek(max(mark, end - OUTPUT))
-        return printable(self._log.read().decode(errors="replace").strip())
+        start = max(mark if mark <= end else 0, end - OUTPUT)  # it may have been begun anew since
+        return printable(os.pread(self._log.fileno(), end - start, start).decode(errors="replace").strip())
 
 
 def allowed(turn: Turn) -> str:
