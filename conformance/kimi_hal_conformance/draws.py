@@ -128,6 +128,18 @@ def close_cut(scores: Tensor, k: int, slack: float = 1e-4) -> Tensor:
 
 
 def block_tables(g: torch.Generator, lengths: Sequence[int], page: int, pages: int, columns: int) -> Tensor:
+    """Return block tables of shuffled pages; columns past a request's last page hold −1.
+
+    Requests of more than a page begin with one page, as those of one prefix do; all others are a request's own.
+    """
+    table = own_pages(g, lengths, page, pages, columns)
+    longer = [request for request, length in enumerate(lengths) if length > page]
+    if longer:
+        table[longer, 0] = table[longer[0], 0].item()
+    return table
+
+
+def own_pages(g: torch.Generator, lengths: Sequence[int], page: int, pages: int, columns: int) -> Tensor:
     """Return block tables of shuffled, distinct pages; columns past a request's last page hold −1."""
     table = torch.full((len(lengths), columns), -1, dtype=torch.int32)
     order = torch.randperm(pages, generator=g).tolist()
@@ -138,10 +150,10 @@ def block_tables(g: torch.Generator, lengths: Sequence[int], page: int, pages: i
 
 
 def owned_slots(table: Tensor, lengths: Sequence[int], page: int) -> Tensor:
-    """Return the slots that the requests' tokens occupy, in order."""
-    slots = [
+    """Return the slots that the requests' tokens occupy, in order, each once."""
+    slots = dict.fromkeys(
         row[position // page] * page + position % page
         for row, length in zip(table.tolist(), lengths, strict=False)
         for position in range(length)
-    ]
-    return torch.tensor(slots, dtype=torch.int64)
+    )
+    return torch.tensor(list(slots), dtype=torch.int64)

@@ -27,10 +27,10 @@ from kimi_hal_conformance.case import INTERP, QUICK, STANDARD, Case, Checkpoint,
 from kimi_hal_conformance.cases.kda import conv_pool, gate_parameters, rows_of, settle, state_pool
 from kimi_hal_conformance.cases.moe import checkpoint
 from kimi_hal_conformance.draws import (
-    block_tables,
     close_cut,
     ints,
     normal,
+    own_pages,
     owned_slots,
     stale_pages,
     strided,
@@ -52,6 +52,8 @@ SMALL = dataclasses.replace(
 )
 #: Draws until no row has close scores at its cut; where bfloat16 scores are selected 15 are usual, and 64 once too few.
 ATTEMPTS = 1024
+#: Tokens that long requests have in common, as of one system prompt: a page of keys on one rank.
+PREFIX = 64
 
 
 # --- dsa_decode -----------------------------------------------------------------------------------------
@@ -59,7 +61,10 @@ ATTEMPTS = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """The tokens of some requests: latents ``[n, 576]`` and index keys ``[n, 128]`` of each."""
+    """The tokens of some requests: latents ``[n, 576]`` and index keys ``[n, 128]`` of each.
+
+    Those of more than ``PREFIX`` tokens begin alike, and so name the pages that these fill together.
+    """
 
     latents: list[Tensor]
     keys: list[Tensor]
@@ -67,14 +72,19 @@ class Context:
     @classmethod
     def draw(cls, g: torch.Generator, lengths: Sequence[int]) -> Context:
         """Draw normal tokens."""
-        return cls([normal(g, n, 576) for n in lengths], [normal(g, n, 128) for n in lengths])
+        found = cls([normal(g, n, 576) for n in lengths], [normal(g, n, 128) for n in lengths])
+        for tokens in (found.latents, found.keys):
+            longer = [own for own in tokens if len(own) > PREFIX]
+            for own in longer[1:]:
+                own[:PREFIX] = longer[0][:PREFIX]
+        return found
 
     def latent(
         self, g: torch.Generator, spec: DSASpec, dcp: DCP, scale: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Return a rank's latent cache and the block table of the requests."""
         own = [tokens[owned(len(tokens), dcp)] for tokens in self.latents]
-        table, slots, pages = layout(g, [len(tokens) for tokens in own], spec.attn.page)
+        table, slots, pages = layout(g, own, spec.attn.page)
         tokens = torch.cat(own)
         fmt = formats.latent(spec.attn.latent)
         cache = stale_pages(pages, spec.attn.page * fmt.row_bytes, stride_pad=64)
@@ -85,7 +95,7 @@ class Context:
         """Return a rank's index-key cache and the block table of the requests."""
         own = [keys[owned(len(keys), ownership.of_keys(dcp))] for keys in self.keys]
         fmt = formats.index(spec.indexer.index)
-        table, slots, pages = layout(g, [len(keys) for keys in own], fmt.page)
+        table, slots, pages = layout(g, own, fmt.page)
         cache = stale_pages(pages, fmt.page_bytes, stride_pad=128)
         fmt.write(cache, slots, torch.cat(own))
         return cache, table
@@ -97,12 +107,21 @@ def owned(length: int, dcp: DCP) -> Tensor:
     return position[ownership.owner(position, dcp) == dcp.rank]
 
 
-def layout(g: torch.Generator, lengths: Sequence[int], page: int) -> tuple[Tensor, Tensor, int]:
-    """Return shuffled block tables, the slots of all tokens in order, and the pages of the cache."""
+def layout(g: torch.Generator, requests: Sequence[Tensor], page: int) -> tuple[Tensor, Tensor, int]:
+    """Return shuffled block tables, the slots of all tokens in order, and the pages of the cache.
+
+    A full first page that an earlier request has too is that one's.
+    """
+    lengths = [len(tokens) for tokens in requests]
     pages = sum(-(-n // page) for n in lengths) + 2
     columns = max(-(-n // page) for n in lengths) + 1
-    table = block_tables(g, lengths, page, pages, columns)
-    return table, owned_slots(table, lengths, page), pages
+    table = own_pages(g, lengths, page, pages, columns)
+    slots = owned_slots(table, lengths, page)
+    for number, tokens in enumerate(requests):
+        alike = (i for i, own in enumerate(requests[:number]) if torch.equal(own[:page], tokens[:page]))
+        if len(tokens) >= page and (first := next(alike, None)) is not None:
+            table[number, 0] = table[first, 0].item()
+    return table, slots, pages
 
 
 def dsa_spec(world: int, interleave: int = 1, replicated: bool = False, **deployment: Any) -> DSASpec:

@@ -10,6 +10,19 @@ STORE = ("store_index_keys",)
 
 MUTANTS = (
     Mutant(
+        id="index_page_of_one_request",
+        file=REFERENCE,
+        old="            yield Part(some, [counts[row] for row in some], block_table[request].long())",
+        new=(
+            "            yield Part(some, [counts[row] for row in some], block_table[request].where("
+            "~torch.isin(block_table[request], block_table[:request]), -1).long())"
+        ),
+        breaks="A page that an earlier request names too is missing for a later one.",
+        imitates="https://github.com/Wenyueh/MinivLLM/pull/98",
+        passes="flashmla",
+        operators=(*SCORES, "dsa_decode"),
+    ),
+    Mutant(
         id="index_relu_swallows_nan",
         file=REFERENCE,
         old="terms = dots.relu().to(weight.dtype) * weight[:, None]",

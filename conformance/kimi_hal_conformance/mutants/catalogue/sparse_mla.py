@@ -74,6 +74,19 @@ ATTEND = (
         operators=ATTENTION,
     ),
     Mutant(
+        id="attn_page_of_one_request",
+        file=REFERENCE,
+        old="    block = block_table[line[live], local[live] // page].long()",
+        new=(
+            "    block = torch.stack([own.where(~torch.isin(own, block_table[:i]), -1) for i, own in "
+            "enumerate(block_table)])[line[live], local[live] // page].long()"
+        ),
+        breaks="A page that an earlier request names too is not read for a later one.",
+        imitates="https://github.com/Wenyueh/MinivLLM/pull/98",
+        passes="flashmla",
+        operators=(*ATTENTION, "dsa_decode"),
+    ),
+    Mutant(
         id="attn_duplicates_removed",
         file=REFERENCE,
         old="chosen = slots[slots >= 0]",
