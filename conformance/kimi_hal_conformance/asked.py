@@ -16,20 +16,27 @@ PROFILE_NAMES = ("interp", "quick", "standard", "full")
 LONGEST = 604_800
 
 
-class Seconds(click.FloatRange):
-    """A limit of time: a number above 0, which nan and inf are not."""
+class Between(click.FloatRange):
+    """A number above one and up to another, which nan is not."""
 
-    name = "seconds"
-
-    def __init__(self) -> None:
-        super().__init__(min=0, max=LONGEST, min_open=True)
+    def __init__(self, low: float, high: float) -> None:
+        super().__init__(min=low, max=high, min_open=True)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the seconds, or fail with a sentence."""
+        """Return the number, or fail with a sentence."""
         found = super().convert(value, param, ctx)
         if math.isnan(found):
             self.fail(f"{found} is not in the range {self._describe_range()}.", param, ctx)
         return found
+
+
+class Seconds(Between):
+    """A limit of time."""
+
+    name = "seconds"
+
+    def __init__(self) -> None:
+        super().__init__(0, LONGEST)
 
 
 class AskedError(click.ClickException):

@@ -61,6 +61,11 @@ def untimed(loaded: Loaded, request: Request) -> str:
     return ""
 
 
+def variables(loaded: Loaded) -> dict[str, str]:
+    """Return the variables that a backend declares as its own and that are set."""
+    return {name: os.environ[name] for name in sorted(loaded.backend.variables) if name in os.environ}
+
+
 def versions(loaded: Loaded, probe: Probe) -> dict[str, str]:
     """Return the versions that are known without a device: ours, the libraries', the driver's."""
     required = {name for i in loaded.implementations for c in i.capabilities for name in c.requires}

@@ -10,10 +10,14 @@ from typing import TYPE_CHECKING
 import click
 from rich.console import Console
 
+from kimi_hal_conformance.asked import Between
+
 if TYPE_CHECKING:
     from kimi_hal_conformance.changes import Change
 
 STYLE = {"worse": "red", "better": "green", "other": "dim"}
+#: A share that grew by more is told whatever is asked for.
+LARGEST = 1e6
 REPORT = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
@@ -22,7 +26,7 @@ REPORT = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.argument("new", metavar="NEW.json", type=REPORT)
 @click.option(
     "--factor",
-    type=click.FloatRange(min=1, min_open=True),
+    type=Between(1, LARGEST),
     default=1.5,
     show_default=True,
     help="Tell a share of a budget that grew or shrank by more than this.",

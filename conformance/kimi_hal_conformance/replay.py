@@ -100,17 +100,23 @@ def named(case: str, given: Given) -> Iterator[Request]:
 
 
 def from_report(case: str, given: Given, report: Report, path: Path) -> Iterator[Request]:
-    """Yield what a report asks for: the case of every implementation that did not pass it, else of all."""
+    """Yield what a report asks for: the case of every implementation that did not pass it, else of all.
+
+    Of another backend than the report's every implementation is tried, or the one that is given.
+    """
     from kimi_hal_conformance.conclusions import COMMAND
     from kimi_hal_conformance.verdict import AGAINST, WAIVED
 
-    mine = [v for v in report.verdicts if v.case == case and given.implementation in (None, v.implementation)]
+    other = given.backend not in (None, report.backend)
+    mine = [v for v in report.verdicts if v.case == case]
+    if not other:
+        mine = [v for v in mine if given.implementation in (None, v.implementation)]
     if not mine:
         hint = nearest(case, {v.case for v in report.verdicts}) or ""
         by = f" of {given.implementation}" if given.implementation else ""
         raise AskedError(f"{path} has no case {case!r}{by}{hint}")
     against = [v for v in mine if v.status in (*AGAINST, WAIVED)]
-    for verdict in against or mine:
+    for verdict in mine[:1] if other else against or mine:
         if verdict.replay and not verdict.replay.startswith(COMMAND):
             raise AskedError(f"{case!r} is no case that is run: `{verdict.replay}`")
         if case.endswith("/*"):
@@ -119,7 +125,7 @@ def from_report(case: str, given: Given, report: Report, path: Path) -> Iterator
         yield replace(
             request,
             execution=given.execution or report.environment.execution,
-            implementation=verdict.implementation,
+            implementation=request.implementation if other else verdict.implementation,
             seed=verdict.seed if given.seed is None else given.seed,
             repeats=report.environment.repeats if given.repeats is None else given.repeats,
         )

@@ -54,6 +54,11 @@ class Request:
     undeclared: bool | None = None
     operators: Sequence[str] = ()
 
+    def __post_init__(self) -> None:
+        """Let what is named twice count once."""
+        for name in ("only", "operators"):
+            object.__setattr__(self, name, tuple(dict.fromkeys(getattr(self, name))))
+
     @property
     def limited_to(self) -> tuple[str, ...]:
         """Return what alone is asked for: operators, an implementation, cases; empty: everything."""

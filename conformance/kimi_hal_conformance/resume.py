@@ -35,18 +35,21 @@ def read(path: Path) -> Report:
         raise ResumeError(f"{path}: {error}") from None
 
 
-def check(earlier: Report, now: Mapping[str, object], versions: Mapping[str, str]) -> None:
+def check(
+    earlier: Report, now: Mapping[str, object], versions: Mapping[str, str], variables: Mapping[str, str]
+) -> None:
     """Refuse a report of other conditions.
 
     Args:
         earlier: the report.
         now: this run's ``suite_version``, ``backend``, ``execution``, ``profile`` and ``seed``.
         versions: this run's, as far as they are known before a device is touched.
+        variables: of the backend's own, those that are set in this run.
 
     Raises:
         ResumeError: names every difference.
     """
-    found = list(_differences(earlier, now, versions))
+    found = [*_differences(earlier, now, versions), *_otherwise(earlier.environment.variables, variables)]
     if found:
         raise ResumeError(
             f"cannot resume the run of {earlier.environment.started}: {'; '.join(found)}. Run without --resume"
@@ -62,6 +65,13 @@ def _differences(earlier: Report, now: Mapping[str, object], versions: Mapping[s
         here = versions.get(name) or distribution(name)  # neither has what only a device's hooks name
         if here and _public(here) != _public(before):
             yield f"its {name} is version {before}, here it is {here}"
+
+
+def _otherwise(before: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
+    for name in sorted({*before, *now}):
+        was, here = (repr(where[name]) if name in where else "not set" for where in (before, now))
+        if was != here:
+            yield f"its {name} was {was}, here it is {here}"
 
 
 def _public(version: str) -> str:
@@ -104,4 +114,5 @@ def _on_trial(tested: Tested) -> OnTrial:
         version=tested.version,
         source_hash=tested.source_hash,
         numerics=tested.numerics,
+        conforming=tested.conforming,
     )

@@ -57,6 +57,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
         seconds: of the whole run.
         resumed: when the earlier run started from which this one went on; empty if from none.
         limited_to: operators, implementation, cases and targets that alone were asked for; empty: everything.
+        variables: of the backend's own (``KIMI_HAL_<BACKEND>_…``), those that were set, and to what.
     """
 
     execution: str
@@ -71,6 +72,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     resumed: str = ""
     limited_to: tuple[str, ...] = ()
+    variables: dict[str, str] = {}
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -249,12 +251,19 @@ def read(text: bytes) -> Report:
         raise ValueError("this is no report: it has no schema")
     if version != SCHEMA_VERSION:
         raise ValueError(
-            f"this report has schema version {version}, this suite reads {SCHEMA_VERSION}; "
+            f"this report has schema version {version!r}, this suite reads {SCHEMA_VERSION}; "
             "read it with the suite that wrote it, or run the backend again"
         )
     if "mutants" in data:
         raise ValueError("this is no report of a backend: `kimi-hal conformance prove` wrote it")
-    return msgspec.convert(data, type=Report)
+    found = msgspec.convert(data, type=Report)
+    for what, said, known in (
+        ("verdict", {found.verdict}, VERDICTS),
+        ("status", {v.status for v in found.verdicts}, STATUSES),
+    ):
+        for wrong in sorted(said - {*known}):
+            raise ValueError(f"this is no report: {wrong!r} is no {what}; there are {', '.join(known)}")
+    return found
 
 
 def _version(data: object) -> object:

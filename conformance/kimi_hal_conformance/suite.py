@@ -19,7 +19,7 @@ from kimi_hal_conformance.claims import told as claims
 from kimi_hal_conformance.claims import unclaimed
 from kimi_hal_conformance.claims.made import is_made
 from kimi_hal_conformance.conclusions import concluded, disproven, joined
-from kimi_hal_conformance.conditions import child_environment, lanes, on_host, untimed, versions
+from kimi_hal_conformance.conditions import child_environment, lanes, on_host, untimed, variables, versions
 from kimi_hal_conformance.integrity import Integrity
 from kimi_hal_conformance.messages import Batch
 from kimi_hal_conformance.request import Request
@@ -71,7 +71,7 @@ def run(
     return compose(
         suite_version=__version__,
         backend=loaded.name,
-        environment=environment(request, probe, known | outcome.versions, started),
+        environment=environment(request, probe, known | outcome.versions, started, variables(loaded)),
         on_trial=recorded,
         not_implemented=missing(loaded, request.operators),
         verdicts=disproven(judged, judge),
@@ -111,7 +111,13 @@ def parts_of(
     return [(key, part) for key, b in batches for part in share_out(b, -(-len(b.cases) // each))]
 
 
-def environment(request: Request, probe: Probe, known: Mapping[str, str], started: datetime) -> Environment:
+def environment(
+    request: Request,
+    probe: Probe,
+    known: Mapping[str, str],
+    started: datetime,
+    own: Mapping[str, str],
+) -> Environment:
     """Return the conditions of a run that has just ended.
 
     Args:
@@ -119,6 +125,7 @@ def environment(request: Request, probe: Probe, known: Mapping[str, str], starte
         probe: of the device.
         known: versions by name; those of the run that this one goes on from are added.
         started: when it began.
+        own: the backend's own variables that are set.
     """
     earlier = request.resume.environment if request.resume else None
     return Environment(
@@ -134,6 +141,7 @@ def environment(request: Request, probe: Probe, known: Mapping[str, str], starte
         seconds=(datetime.now(UTC) - started).total_seconds(),
         resumed=earlier.started if earlier else "",
         limited_to=request.limited_to,
+        variables=dict(own),
     )
 
 
@@ -187,7 +195,7 @@ def kept(
             "profile": request.chosen_profile,
             "seed": request.seed,
         }
-        resume.check(request.resume, conditions, known)
+        resume.check(request.resume, conditions, known, variables(loaded))
     before = {
         s.key: resume.kept(request.resume, record, [c.id for c in s.cases], request.chosen_repeats)
         for s, record in zip(found, recorded, strict=True)

@@ -35,6 +35,8 @@ FILES = {
 
 #: No plugin's name: what ``KIMI_HAL_BACKEND`` says otherwise, and this project's own distributions.
 RESERVED = ("auto", "reference", "conformance")
+#: Letters of a name: a file's may have 255 bytes, with what stands around it.
+LONGEST = 64
 
 
 class NewBackendError(KimiHalError):
@@ -130,6 +132,8 @@ def problems_of_name(name: str) -> Iterator[str]:
 
 def _distribution_problems(name: str) -> Iterator[str]:
     """Yield why no distribution can be called after this name (PEP 508: it ends with a letter or digit)."""
+    if len(name) > LONGEST:
+        yield f"the name has {len(name)} letters, {LONGEST} at most fit the names of files and variables"
     if name.endswith("_") or "__" in name:
         yield (
             f"the name {name!r} must not end with an underscore or hold two in a row, "
@@ -139,7 +143,7 @@ def _distribution_problems(name: str) -> Iterator[str]:
 
 def _suggestion(name: str) -> str:
     proposed = re.sub(r"[^a-z0-9]+", "_", name.lower()).lstrip("_0123456789").rstrip("_")
-    if not proposed or list(name_problems(proposed)):
+    if not proposed or proposed == name or list(name_problems(proposed)):
         return ""
     return f"; try {proposed!r}"
 

@@ -73,6 +73,7 @@ def test_a_name_of_letters_digits_and_underscores_is_taken(name: str, tmp_path: 
             "the name 'my__chip' must not end with an underscore or hold two in a row, "
             "since pip would call it kimi-hal-my--chip; try 'my_chip'",
         ),
+        ("a" * 65, "the name has 65 letters, 64 at most fit the names of files and variables"),
         ("auto", "the name 'auto' is kimi-hal's own; choose your device's"),
         ("reference", "the name 'reference' is kimi-hal's own; choose your device's"),
         ("conformance", "the name 'conformance' is kimi-hal's own; choose your device's"),

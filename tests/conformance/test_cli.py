@@ -12,6 +12,7 @@ from plugin_package import installed, write
 
 from kimi_hal.cli.main import cli as whole
 from kimi_hal_conformance.cli import cli
+from kimi_hal_conformance.request import Request
 from kimi_hal_conformance.schema import read
 
 CASE = "kda_gate/odd/rows1"
@@ -58,6 +59,11 @@ def test_one_operator_alone_is_tried_and_said(tmp_path: Path) -> None:
     assert (stored.environment.limited_to, stored.not_implemented) == (("kda_gate",), ("kda_gate",))
     result = run("--backend", "gates", "--operator", "topk_select")
     assert (result.exit_code, "gates.right" in result.output) == (1, False)
+
+
+def test_what_is_named_twice_is_tried_once() -> None:
+    found = Request("gates", only=(CASE, CASE), operators=("kda_gate", "kda_gate"))
+    assert (found.only, found.operators) == ((CASE,), ("kda_gate",))
 
 
 def test_an_operator_that_does_not_exist_is_status_2() -> None:

@@ -193,6 +193,14 @@ def test_the_factor_is_a_matter_of_taste(tmp_path: Path) -> None:
     assert diff(tmp_path, old, new, "--factor", "2").exit_code == 0
 
 
+@pytest.mark.parametrize("factor", ["nan", "inf", "1"])
+def test_a_factor_that_could_tell_nothing_is_refused(tmp_path: Path, factor: str) -> None:
+    result = diff(tmp_path, report(), report(), "--factor", factor)
+    assert result.exit_code == 2
+    said = f"Invalid value for '--factor': {float(factor)} is not in the range 1<x<=1000000.0."
+    assert said in result.output
+
+
 def test_a_report_of_another_schema_is_status_2(tmp_path: Path) -> None:
     new = msgspec.structs.replace(report(), schema=7)
     result = diff(tmp_path, report(), new)

@@ -96,6 +96,13 @@ def test_the_command_line_goes_before_the_report(tmp_path: Path) -> None:
     assert (found.repeats, found.limit) == (0, 9.0)
 
 
+def test_another_backend_is_tried_as_a_whole_or_as_it_is_asked(tmp_path: Path) -> None:
+    for name in (None, "reference.torch"):
+        given = Given("reference", None, name, None, None, None)
+        (found,) = from_report(CASE, given, STORED, tmp_path)
+        assert (found.backend, found.implementation, found.seed) == ("reference", name or "", 5)
+
+
 def test_where_all_passed_all_are_run(tmp_path: Path) -> None:
     both = report(said(PASSED, "right"), said(PASSED, "wrong"), backend="replays")
     found = from_report(CASE, Given(None, None, None, None, None, None), both, tmp_path)

@@ -116,6 +116,28 @@ def test_other_conditions_are_refused_and_all_named(first: Report) -> None:
     assert str(error.value).endswith(". Run without --resume")
 
 
+def test_other_values_of_the_backends_variables_are_refused(first: Report) -> None:
+    assert first.environment.variables == {}
+    known = {"KIMI_HAL_AGAIN_MODE": "fast", "KIMI_HAL_AGAIN_OLD": "1"}
+    with pytest.raises(KimiHalError) as error:
+        resume.check(
+            elsewhere(first, variables=known), {}, first.environment.versions, {"KIMI_HAL_AGAIN_MODE": "slow"}
+        )
+    assert str(error.value) == (
+        f"cannot resume the run of {first.environment.started}: "
+        "its KIMI_HAL_AGAIN_MODE was 'fast', here it is 'slow'; "
+        "its KIMI_HAL_AGAIN_OLD was '1', here it is not set. Run without --resume"
+    )
+
+
+def test_an_implementation_of_another_tie_rule_is_kept_too(first: Report) -> None:
+    (free, *_) = (msgspec.structs.replace(i, conforming=False) for i in first.implementations)
+    stored = msgspec.structs.replace(first, implementations=(free,))
+    now = resume._on_trial(free)
+    assert not now.conforming
+    assert resume.kept(stored, now, CASES, 1).keys() == {*CASES}
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

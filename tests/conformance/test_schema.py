@@ -138,6 +138,11 @@ def test_a_run_has_one_word(
             "this report has schema version 4, this suite reads 3; "
             "read it with the suite that wrote it, or run the backend again",
         ),
+        (
+            {"schema": "3"},
+            "this report has schema version '3', this suite reads 3; "
+            "read it with the suite that wrote it, or run the backend again",
+        ),
         ({}, "this is no report: it has no schema"),
         ([3], "this is no report: it has no schema"),
         (
@@ -150,3 +155,23 @@ def test_what_is_no_report_of_this_schema_gets_a_sentence(data: object, message:
     with pytest.raises(ValueError, match="report") as error:
         read(json.dumps(data).encode())
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (
+            {"verdict": "great"},
+            "'great' is no verdict; there are conforms, does_not_conform, nothing_passed, nothing_ran, interrupted",
+        ),
+        (
+            {"cases": [{"case": "c", "operator": "o", "implementation": "a.b", "status": "fine"}]},
+            "'fine' is no status; there are passed, failed, crashed, hung, waived, refused, not_run",
+        ),
+    ],
+)
+def test_a_word_that_no_report_has_gets_a_sentence(wrong: dict[str, object], message: str) -> None:
+    data = json.loads(msgspec.json.encode(report(verdict(PASSED)))) | wrong
+    with pytest.raises(ValueError, match="is no report") as error:
+        read(json.dumps(data).encode())
+    assert str(error.value) == f"this is no report: {message}"
