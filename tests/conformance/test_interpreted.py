@@ -45,7 +45,7 @@ def test_interpreting_takes_the_small_cases_and_says_what_it_leaves_out(nvidia: 
     large = {
         v.case
         for v in nvidia.verdicts
-        if v.problems == ("too large for an interpreter; the quick profile has it",)
+        if v.problems == ("not in the interp profile; the quick profile has it",)
     }
     assert "kda_decode/tp8/rows6" in large
     assert "topk_merge/compact/world8-interleave64/ties" in large
