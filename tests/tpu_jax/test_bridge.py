@@ -14,9 +14,11 @@ pytest.importorskip("jax", reason="needs the environment of `nox -s tpu_jax`")
 
 import kimi_hal as hal
 from kimi_hal.errors import ContractError, SelectionError, UnknownNameError
+from kimi_hal.ops.sparse_mla import SparseMLASpec, sparse_mla
 from kimi_hal.ops.spec import Limits
 from kimi_hal.ops.topk_merge import TopKSpec, topk_select
 from kimi_hal_tpu.pallas import aot, bridge
+from kimi_hal_tpu.pallas.sparse_mla import sparse_mla as attend
 from kimi_hal_tpu.static import refuse_dynamic
 
 
@@ -180,3 +182,21 @@ def test_a_topology_that_does_not_exist_is_refused_with_one_that_does() -> None:
 def test_sparse_core_on_v5e_is_refused_before_anything_is_compiled() -> None:
     with pytest.raises(SelectionError, match="v5e has no SparseCore"):
         aot.compile_for("v5e", lambda x: x, [((8,), "float32")], ("sparse_core",))
+
+
+def test_a_block_far_beyond_the_cache_is_none_whatever_its_slot_would_wrap_to() -> None:
+    """On a device nothing renumbers names before the program: 2^26 blocks of 64 are slot 0 in 32 bits."""
+    spec = SparseMLASpec(
+        num_heads=1, latent="latent.bf16", page=64, topk=4, index_space="local", out_dtype="float32"
+    )
+    given = {
+        "q": torch.randn(1, 1, 576).bfloat16(),
+        "cache": torch.zeros(1, 64 * 1152, dtype=torch.uint8),
+        "indices": torch.arange(4, dtype=torch.int32)[None],
+        "block_table": torch.tensor([[1 << 26]], dtype=torch.int32),
+        "row_req": torch.zeros(1, dtype=torch.int32),
+    }
+    sizes = {name: torch.ones(1, dtype=torch.int32) for name in ("size_R", "size_blocks")}
+    found, lse = bridge.JaxCPU(attend, spec, sparse_mla).run(given | sizes)
+    assert lse.tolist() == [[-float("inf")]]
+    assert not found.any()

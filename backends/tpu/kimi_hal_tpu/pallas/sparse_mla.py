@@ -13,6 +13,7 @@ from kimi_hal_tpu.pallas import attention, gather
 from kimi_hal_tpu.pallas.latents import LAYOUTS, as_words
 from kimi_hal_tpu.pallas.mode import Array, Mode
 
+INT32_MAX = (1 << 31) - 1
 QUERY = {"float8_e4m3fn": jnp.float8_e4m3fn, "float8_e4m3fnuz": jnp.float8_e4m3fnuz}
 
 
@@ -65,7 +66,9 @@ def translated(spec: SparseMLASpec, given: Mapping[str, Array], local: Array) ->
     """Turn local positions into slots through each row's line of the block table."""
     table, request = given["block_table"], given["row_req"]
     there = ((request >= 0) & (request < given["size_R"]))[:, None]
-    live = there & (local >= 0) & (local < given["size_blocks"] * spec.page)
+    most = jnp.minimum(given["size_blocks"], INT32_MAX // spec.page) * spec.page
+    live = there & (local >= 0) & (local < most)
     line = table[jnp.clip(request, 0, table.shape[0] - 1)]
     block = jnp.take_along_axis(line, jnp.where(live, local, 0) // spec.page, axis=1)
-    return jnp.where(live & (block >= 0), block * spec.page + local % spec.page, -1)
+    live &= (block >= 0) & (block < given["cache"].shape[0])  # before the product, which has 32 bits
+    return jnp.where(live, block * spec.page + local % spec.page, -1)
