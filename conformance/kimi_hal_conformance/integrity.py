@@ -75,9 +75,9 @@ class Integrity:
         if not changed:
             return []
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-        return [
-            f"replaced, although the judge is made of it: {', '.join(changed[:3])}{more}. Nothing is proven"
-        ]
+        wrapped = " (a wrapper that calls it replaces it too)" if changed[0].startswith("torch.") else ""
+        named = ", ".join(changed[:3])
+        return [f"replaced, although the judge is made of it: {named}{more}{wrapped}. Nothing is proven"]
 
 
 def _judges() -> Iterator[tuple[str, Part]]:

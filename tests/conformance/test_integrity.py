@@ -7,12 +7,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 from plugin_package import installed, write
 
 from kimi_hal.errors import PluginError
 from kimi_hal_conformance import plugins, suite
 from kimi_hal_conformance.cli import cli
+from kimi_hal_conformance.integrity import Integrity
 from kimi_hal_conformance.request import Request
 from kimi_hal_conformance.schema import DOES_NOT_CONFORM, Report
 from kimi_hal_conformance.verdict import FAILED
@@ -66,6 +68,17 @@ def judged(folder: Path, name: str, source: str) -> Report:
     write(folder, name, DECLARED + source, KERNELS)
     with installed(folder):
         return suite.run(Request(name, only=(CASE,)))
+
+
+def test_an_honest_wrapper_of_a_function_of_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge, real = Integrity.now(), torch.Tensor.to
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *given, **named: real(self, *given, **named))
+    assert judge.problems() == [
+        "replaced, although the judge is made of it: torch.Tensor.to (a wrapper that calls it replaces it too). "
+        "Nothing is proven"
+    ]
+    monkeypatch.undo()
+    assert judge.problems() == []
 
 
 def test_a_worker_whose_own_module_is_exchanged_proves_nothing(tmp_path: Path) -> None:
