@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click.testing
 import msgspec
@@ -294,6 +295,19 @@ def test_the_list_names_every_mutant() -> None:
     result = run("--list")
     assert result.exit_code == 0
     assert [line.partition(":")[0] for line in result.output.splitlines()] == list(MUTANTS)
+
+
+def test_the_mutants_of_one_operator_are_listed_and_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = [i for i, m in MUTANTS.items() if "kda_gate" in m.operators]
+    listed = run("--list", "--operator", "kda_gate").output.splitlines()
+    assert [line.partition(":")[0] for line in listed] == mine != []
+    asked: list[Any] = []
+    monkeypatch.setattr(prove, "run", lambda wanted, told: asked.append(wanted) or proof(killed("a")))
+    assert run("--operator", "kda_gate", "--only", "attn_lse_base_2").exit_code == 0
+    assert list(asked[0].only) == ["attn_lse_base_2", *mine]
+    unknown = run("--operator", "kda_gat")
+    assert unknown.exit_code == 2
+    assert unknown.output.startswith("Error: unknown operator 'kda_gat'; did you mean 'kda_gate'?")
 
 
 @pytest.mark.full

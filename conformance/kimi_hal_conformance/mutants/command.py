@@ -12,6 +12,7 @@ from rich.console import Console
 
 from kimi_hal.errors import KimiHalError
 from kimi_hal_conformance import files
+from kimi_hal_conformance.asked import AskedError
 from kimi_hal_conformance.show import in_a_folder
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.option("--only", multiple=True, metavar="ID", help="This mutant alone; may be repeated.")
+@click.option("--operator", default="", metavar="NAME", help="The mutants of this operator alone.")
 @click.option("--list", "listed", is_flag=True, help="Print the mutants, and run nothing.")
 @click.option("--quick", is_flag=True, help="The quick profile's cases alone.")
 @click.option(
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 def prove(
     ctx: click.Context,
     only: tuple[str, ...],
+    operator: str,
     listed: bool,
     quick: bool,
     every: bool,
@@ -50,13 +53,20 @@ def prove(
     Exit status: 0, all were; 1, one survived, or the proof cannot be written; 2, what was asked for does not exist.
     """
     from kimi_hal_conformance import prove as proving
-    from kimi_hal_conformance.mutants import catalogue
+    from kimi_hal_conformance.mutants import catalogue, mutant
     from kimi_hal_conformance.terminal import Terminal
 
+    catalogue.load()
+    try:
+        known = mutant.of(operator)
+    except KimiHalError as error:
+        raise AskedError(str(error)) from error
     if listed:
-        for found in catalogue.load().values():
+        for found in known.values():
             click.echo(f"{found.id}: {found.breaks} ({found.imitates})")
         return
+    if operator:
+        only = (*only, *(name for name in known if name not in only))
     console = Terminal()
     done = 0
 

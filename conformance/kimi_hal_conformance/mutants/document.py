@@ -25,8 +25,8 @@ survives. For each it prints the test that killed it and the smallest input that
   ownership, byte layouts, the packed cache. Properties of a mutant's area run over a copy of the whole package.
 
 `prove --quick` runs the quick profile's cases alone, `--every` all tests over each mutant and not only those up to
-the first that kills, `--only ID` one mutant, `--json FILE` writes what happened. This page is made by
-`python -m kimi_hal_conformance.mutants.document`.
+the first that kills, `--only ID` one mutant, `--operator NAME` those of an operator,
+`--json FILE` writes what happened. This page is made by `python -m kimi_hal_conformance.mutants.document`.
 """
 
 

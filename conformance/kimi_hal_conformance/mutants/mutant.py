@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import kimi_hal
+from kimi_hal import ops
 from kimi_hal.errors import UnknownNameError, nearest
 
 ROOT = Path(kimi_hal.__file__).parent
@@ -69,6 +70,16 @@ def add(mutants: Iterable[Mutant]) -> None:
     for mutant in mutants:
         assert mutant.id not in MUTANTS, f"mutant {mutant.id} is registered twice"
         MUTANTS[mutant.id] = mutant
+
+
+def of(operator: str) -> dict[str, Mutant]:
+    """Return the mutants that cases of an operator may kill; empty: all.
+
+    Raises:
+        UnknownNameError: no such operator; the nearest is named.
+    """
+    name = ops.get(operator).name if operator else ""
+    return {i: found for i, found in MUTANTS.items() if name in ("", *found.operators)}
 
 
 def get(mutant_id: str) -> Mutant:
