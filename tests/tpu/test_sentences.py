@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 import kimi_hal as hal
-from kimi_hal.dispatch.contract import Target
+from kimi_hal.dispatch.contract import Probe, Target
 from kimi_hal.dispatch.loader import resolve
-from kimi_hal.errors import ContractError, SelectionError, ToolMissingError, UnknownNameError
+from kimi_hal.errors import ContractError, PlanError, SelectionError, ToolMissingError, UnknownNameError
 from kimi_hal.ops.spec import Limits
 from kimi_hal.ops.topk_merge import TopKSpec
-from kimi_hal_tpu import buckets, generations, requirements
+from kimi_hal_tpu import buckets, generations, plugin, requirements
+from kimi_hal_tpu.device import Device
 from kimi_hal_tpu.pallas_claims import PALLAS
+from kimi_hal_tpu.xla import bridge
 
 
 def test_rows_outside_every_bucket_name_the_buckets() -> None:
@@ -72,6 +76,61 @@ def test_float4_is_multiplied_by_tpu7x_alone() -> None:
     assert str(error.value) == (
         "v6e has no float4 MXU, which float4 products need; it is on tpu7x. Dequantise to bfloat16, which is exact"
     )
+
+
+def test_a_need_that_no_generation_knows_names_those_that_there_are() -> None:
+    for needs in (("sparsecore",), "sparsecore"):
+        with pytest.raises(UnknownNameError) as error:
+            generations.require("v6e", needs)
+        assert str(error.value) == (
+            "unknown unit of a TPU 'sparsecore'; did you mean 'sparse_core'? Known: float4, sparse_core"
+        )
+    assert generations.require("tpu7x", "float4").name == "tpu7x"
+
+
+@pytest.mark.parametrize(
+    ("variable", "becomes"),
+    [
+        ("XLA_USE_BF16", "float32 would be computed as bfloat16"),
+        ("XLA_DOWNCAST_BF16", "float32 would be computed as bfloat16"),
+        ("XLA_USE_32BIT_LONG", "int64 would have 32 bits"),
+    ],
+)
+def test_types_other_than_a_programs_own_are_refused(
+    variable: str, becomes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "0")
+    requirements.check_torch_xla("2.9.0", "2.9.1")
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(PlanError) as error:
+        requirements.check_torch_xla("2.9.0", "2.9.1")
+    assert str(error.value) == f"{variable}=1: {becomes} by torch-xla, in silence: unset {variable}"
+
+
+@pytest.mark.parametrize("device", ["TPU", "", "cpu", "CUDA"])
+def test_an_interpreter_that_is_not_torch_xlas_cpu_is_refused(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    bridge.check_interpreter("topk_select")
+    bridge.check_interpreter("topk_select")
+    monkeypatch.setenv("PJRT_DEVICE", device)
+    with pytest.raises(PlanError) as error:
+        bridge.check_interpreter("topk_select")
+    assert str(error.value) == (
+        f"topk_select: interpreted programs run on torch-xla's CPU device, and PJRT_DEVICE={device} has torch-xla "
+        "drive another one in this process: PJRT_DEVICE=CPU before torch_xla is used"
+    )
+
+
+@pytest.mark.parametrize(("kind", "arch"), [("TPU", "v5e"), ("CPU", "cpu")])
+def test_a_device_is_of_the_generation_that_the_bus_shows(
+    kind: str, arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch_xla = SimpleNamespace(runtime=SimpleNamespace(device_type=lambda: kind))
+    monkeypatch.setattr(Device, "_xla", torch_xla)
+    monkeypatch.setattr(plugin, "probe", lambda: Probe(present=True, arch="v5e", devices=("TPU v5e",)))
+    assert Device().arch(0) == arch
 
 
 def test_a_libtpu_of_another_jax_is_refused() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from static_calls import Recorded, called
 
 from kimi_hal.errors import ContractError
+from kimi_hal.ops.all_gather import GatherSpec
 from kimi_hal.ops.kda import KDASpec
 from kimi_hal.ops.operator import get
 from kimi_hal.ops.spec import DCP, Limits
@@ -77,3 +79,18 @@ def test_an_entry_for_tests_is_apart_as_the_function_that_it_calls_is() -> None:
 def test_calls_in_compiled_sizes_can_be_imported_without_the_compiler() -> None:
     code = "import sys, kimi_hal_tpu.static; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("total", "said"),
+    [
+        (-1, "total=-1 is outside 0 to 3, 1 ranks of 3 rows"),
+        (10**12, "total=1000000000000 is outside 0 to 3, 1 ranks of 3 rows"),
+        (2.5, "total must be a number of rows, got float 2.5"),
+    ],
+)
+def test_rows_that_ranks_cannot_have_are_refused_before_room_for_them_is_made(total: Any, said: str) -> None:
+    call = called("all_gather", GatherSpec(layout="token_order", dtype="float32"), None, "cpu").function()
+    with pytest.raises(ContractError) as error:
+        call(torch.zeros(3, 2), total=total)
+    assert str(error.value) == f"all_gather: {said}"

@@ -31,6 +31,8 @@ from kimi_hal_tpu.pallas import jax_op, topk_merge
 from kimi_hal_tpu.torch_tpu import Device
 
 LIMITS = Limits(max_rows=4, max_reqs=4, row_buckets=(4,))
+#: Rows, columns, and columns before padding of calls.
+SIZES = ((4, 256, 256), (4, 256, 200), (4, 256, 201), (8, 256, 256), (4, 384, 300))
 VERSIONS = {"torch_tpu": "0.2.0", "libtpu": "0.0.52"}
 
 
@@ -97,10 +99,10 @@ def test_a_plan_on_torch_tpus_device_is_an_operator_of_its(torch_tpu: StandIn) -
 
 def test_a_program_is_registered_once_for_what_is_fixed_of_a_call(torch_tpu: StandIn) -> None:
     machine = jax_op.JaxOp(topk_merge.topk_select, TopKSpec(topk=5), topk_select, "v6e")
-    for rows, width in ((4, 256), (4, 256), (8, 256), (4, 384)):
+    for rows, width, real in SIZES:
         operands = {"scores": torch.randn(rows, width), "row_len": torch.zeros(rows, dtype=torch.int32)}
-        machine.run(operands | {"size_L": torch.tensor([width], dtype=torch.int32)})
-    assert [len(modules) for modules in torch_tpu.modules.values()] == [3, 1]
+        machine.run(operands | {"size_L": torch.tensor([real], dtype=torch.int32)})
+    assert [len(modules) for modules in torch_tpu.modules.values()] == [len(SIZES)]
 
 
 def test_another_torch_tpu_is_refused(torch_tpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,19 +119,36 @@ def test_no_operand_leaves_the_trace_and_a_bucket_is_lowered_once() -> None:
 
 
 @pytest.mark.usefixtures("tpu")
+def test_sequences_of_one_bucket_share_a_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(custom_call.CustomCall, "cut", lambda machine: None)  # no kernel runs here
+    found, (*rows, state, _, _) = plan("kda_prefill"), call("kda_prefill")
+    machine = found.run.__globals__["call"].machine
+    state, counts = moved(Layer.random(SPEC).pool(8)), []
+    for count in (5, 6, 8, 7, 4):
+        cuts = torch.linspace(0, 8, count + 1).int()
+        found.run(*rows, state, *moved([torch.arange(count, dtype=torch.int32), cuts]))
+        counts.append(len(machine.computations))
+    assert counts == [1, 1, 1, 1, 2]
+
+
+@pytest.mark.usefixtures("tpu")
 def test_a_given_buffer_is_written_in_the_trace() -> None:
     buffer = torch.zeros(2, 2, 128, dtype=torch.bfloat16, device=torch_xla.device())
     assert plan().run(*call("kda_decode"), out=buffer) is buffer
     assert "@tpu_custom_call" in xla_model.get_stablehlo([buffer])
 
 
-def test_fp8_stays_what_it_is_and_other_sizes_than_rows_are_padded_in_the_trace() -> None:
+def test_fp8_stays_what_it_is_and_other_sizes_than_rows_are_padded_and_cut_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuts: list[int] = []
     fmt, spec = formats.index(INDEX), IndexerSpec(index=INDEX, num_heads=32)
+    monkeypatch.setattr(custom_call.CustomCall, "cut", lambda machine: cuts.append(len(machine.computations)))
     machine = custom_call.CustomCall(indexer.indexer_logits, spec, index_ops.indexer_logits, "v6e")
     context = BuildContext(
         "indexer_logits", spec, LIMITS, "xla", "v6e", Sizes(), None, None, lambda **given: None, {}
     )
-    run = bridge.StaticCall(index_ops.indexer_logits, context, machine, coded=True, padded=True).function()
+    run = bridge.StaticCall(index_ops.indexer_logits, context, machine, coded=True).function()
     table = torch.tensor([[1, 0, 2]], dtype=torch.int32)
     rows, lengths = torch.zeros(2, dtype=torch.int32), torch.full((2,), 130, dtype=torch.int32)
     query = torch.randn(2, 32, 128).to(torch.float8_e4m3fn), torch.zeros(2, 32, 0, dtype=torch.uint8)
@@ -140,6 +157,7 @@ def test_fp8_stays_what_it_is_and_other_sizes_than_rows_are_padded_in_the_trace(
     metrics.clear_all()
     scores = run(*given)
     assert [name for name in metrics.counter_names() if name.startswith("aten::")] == []
+    assert cuts == [0, 1]
     text = xla_model.get_stablehlo([scores])
     assert len(kernels(text)) == 1
     assert "tensor<2x32x128xf8E4M3FN>" in text
@@ -227,9 +245,9 @@ def test_a_jax_that_torch_xlas_libtpu_cannot_serve_is_refused(monkeypatch: pytes
 def test_operands_are_a_list_of_tensors_and_what_is_fixed() -> None:
     states, size = [torch.zeros(1), torch.ones(1)], torch.tensor([7], dtype=torch.int32)
     form, tensors = operands.split({"q": torch.zeros(2), "states": states, "size_R": size, "total": 3})
-    assert [t.tolist() for t in tensors] == [[0, 0], [0], [1]]
-    assert list(form.each) == ["q", "states", "states"]
-    assert form.constants == (("size_R", (7,)), ("total", 3))
-    assert form.given("abc") == {"q": "a", "states": ["b", "c"]}
+    assert [t.tolist() for t in tensors] == [[0, 0], [0], [1], [7]]
+    assert list(form.each) == ["q", "states", "states", "size_R"]
+    assert form.constants == (("total", 3),)
+    assert form.given("abcd") == {"q": "a", "states": ["b", "c"], "size_R": "d"}
     assert operands.plain(torch.tensor([1 << 40, -1])).tolist() == [2**31 - 1, -1]
     assert operands.plain(torch.tensor([True])).dtype == torch.uint8

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kimi_hal.dispatch.device import HostDevice, guarded
+from kimi_hal_tpu import plugin
 
 
 class Device:
@@ -23,11 +24,9 @@ class Device:
         self._xla.sync(wait=True)
 
     def arch(self, index: int) -> str:
-        """Return the generation that torch-xla reports; ``cpu`` on its CPU device."""
-        from torch_xla import tpu
-
+        """Return the generation of the TPUs on the PCI bus, as claims name it; ``cpu`` on torch-xla's CPU device."""
         kind = self._xla.runtime.device_type()
-        return f"v{tpu.version()}" if kind == "TPU" else str(kind).lower()
+        return plugin.probe().arch if kind == "TPU" else str(kind).lower()
 
     def time(self, fn: Callable[[], None]) -> float:
         """Return wall-clock seconds of one traced and executed call."""

@@ -71,9 +71,12 @@ def require(name: str, needs: Sequence[str]) -> Generation:
 
     Raises:
         SelectionError: it lacks one; says which have it and what to do.
+        UnknownNameError: there is no such need; the nearest and all are named.
     """
     generation = get(name)
-    for need in needs:
+    for need in (needs,) if isinstance(needs, str) else needs:
+        if need not in NEEDS:
+            raise unknown("unit of a TPU", need, NEEDS)
         if not getattr(generation, need):
             what, kernels = NEEDS[need]
             having = ", ".join(g.name for g in GENERATIONS if getattr(g, need))

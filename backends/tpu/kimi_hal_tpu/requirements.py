@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from importlib.metadata import PackageNotFoundError, version
 
 from kimi_hal.dispatch import versions
-from kimi_hal.errors import ToolMissingError
+from kimi_hal.errors import PlanError, ToolMissingError
 
 #: jax -> the libtpu that its own ``tpu`` extra names. A newer one fails on every asynchronous operation.
 LIBTPU = {"0.10": "0.0.42", "0.7": "0.0.20"}
@@ -13,6 +14,12 @@ LIBTPU = {"0.10": "0.0.42", "0.7": "0.0.20"}
 TORCH = {"2.9": "2.9"}
 #: torch-xla -> the jax of its ``pallas`` extra, and the libtpu of its ``tpu`` extra, which compiles what jax traces.
 TRACED_BY = {"2.9": ("0.7", "0.0.21")}
+#: Variables by which torch-xla 2.9 computes in other types than a program says, and what becomes of it.
+OTHER_TYPES = {
+    "XLA_USE_BF16": "float32 would be computed as bfloat16",
+    "XLA_DOWNCAST_BF16": "float32 would be computed as bfloat16",
+    "XLA_USE_32BIT_LONG": "int64 would have 32 bits",
+}
 #: torch_tpu -> the jax whose programs its ``jax_op`` was tried with, and the oldest libtpu that it takes.
 EXPORTED_BY = {"0.2": ("0.10", "0.0.50")}
 #: Where the kernels' jax and libtpu are: one that torch-xla is in holds others, and would break.
@@ -81,7 +88,9 @@ def check_torch_xla(torch_xla: str | None = None, torch: str | None = None) -> N
     Raises:
         ImportError: torch-xla is not installed.
         ToolMissingError: it is another, or they do not belong together; says what to install.
+        PlanError: a variable makes torch-xla compute in other types.
     """
+    _check_types()
     torch_xla = installed("torch_xla") if torch_xla is None else torch_xla
     torch = installed("torch") if torch is None else torch
     _check_installed(torch_xla)
@@ -91,6 +100,13 @@ def check_torch_xla(torch_xla: str | None = None, torch: str | None = None) -> N
             f"torch-xla {torch_xla} serves torch {wanted}, this is torch {torch}: "
             f"pip install -r requirements/tpu_xla.txt"
         )
+
+
+def _check_types() -> None:
+    """Refuse variables by which torch-xla computes in other types than a program says."""
+    for name, becomes in OTHER_TYPES.items():
+        if os.environ.get(name, "").strip() not in ("", "0"):
+            raise PlanError(f"{name}={os.environ[name]}: {becomes} by torch-xla, in silence: unset {name}")
 
 
 def _check_installed(torch_xla: str) -> None:

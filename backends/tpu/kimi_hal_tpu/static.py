@@ -17,6 +17,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from kimi_hal.dispatch import signatures
 from kimi_hal.dispatch.contract import BuildContext
 from kimi_hal.errors import ContractError
+from kimi_hal.ops.all_gather import total_problem
 from kimi_hal.ops.operator import Arg, Operator, OutputShape, bind_dims, get, output_shapes, torch_dtype
 from kimi_hal_tpu import buckets, empty, staging
 
@@ -41,6 +42,9 @@ class Machine(Protocol):
         ``rows`` are those before padding, where ranks meet: all that they send each other.
         """
 
+    def cut(self) -> None:
+        """Begin another program on the device: what comes next is compiled without what was traced before."""
+
 
 @dataclass(frozen=True)
 class StaticCall:
@@ -52,7 +56,6 @@ class StaticCall:
         machine: runs the program.
         sizes: dimension letters that this program wants in a certain size.
         coded: whether the program takes FP8 as it is, instead of its bytes.
-        padded: whether sizes other than rows are padded on the device too.
     """
 
     op: Operator
@@ -60,7 +63,6 @@ class StaticCall:
     machine: Machine
     sizes: Mapping[str, int] = field(default_factory=dict)
     coded: bool = False
-    padded: bool = False
 
     def function(self) -> Callable[..., Any]:
         """Return a plain function with the operator's signature."""
@@ -70,11 +72,19 @@ class StaticCall:
         """Run on operands by name; returns what the operator returns. No operator has a backward."""
         refuse_tracers(self.op, given)
         self.ctx.check(**given)
+        self._check_total(given)
         shapes = output_shapes(self.op, self.ctx.spec, self.ctx.limits, given)
         buffers = [self._buffer(shape, given) for shape in shapes]
         if not empty.idle(self.op, self.ctx.spec, given, shapes):
             self._fill(buffers, given)
         return None if not buffers else buffers[0] if len(buffers) == 1 else tuple(buffers)
+
+    def _check_total(self, given: Operands) -> None:
+        """Refuse a ``total`` of ``all_gather`` that no ranks can have, before a result of as many rows is made."""
+        if self.op.name != "all_gather":
+            return
+        if problem := total_problem(self.ctx.spec, given["x"].shape[0], given.get("total")):
+            raise ContractError(self.op.name, [problem])
 
     def _fill(self, buffers: list[Tensor], given: Operands) -> None:
         """Run the program, and write its results into the buffers and into what the call mutates."""
@@ -82,10 +92,13 @@ class StaticCall:
         results = self.compute(moved.operands if moved else self._operands(given), given)
         if moved and len(moved.kept) and getattr(self.ctx.spec, "emit", "") == "slot":
             results[0] = moved.original(results[0], self.ctx.spec.page)
+        changed = dict(zip(self.op.mutated, self._grouped(results[len(buffers) :], given), strict=True))
+        pools = moved.pools if moved else ()
+        self._cut_behind(buffers, results, given)
         for buffer, result in zip(buffers, results, strict=False):
             place(buffer, result)
-        for name, result in zip(self.op.mutated, self._grouped(results[len(buffers) :], given), strict=True):
-            if moved and name in moved.pools:
+        for name, result in changed.items():
+            if moved and name in pools:
                 moved.give_back(name, given[name], result)
             else:
                 place(self._written(name, given), result)
@@ -133,21 +146,30 @@ class StaticCall:
             for name, value in operands.items()
             if value is not None
         }
+        if not self.on_host and any(_shapes(operands[name]) != _shapes(padded[name]) for name in padded):
+            self.machine.cut()
         scalars = {name: given[name] for name in self.op.scalars if given[name] is not None}
         sizes = real_sizes(self.op, self.ctx.spec, given)
         rows = bind_dims(self.op, self.ctx.spec, given).bound.get("T") if self.op.grouped else None
         return self.machine.run(padded | scalars | sizes, rows=rows)
 
+    def _cut_behind(self, buffers: list[Tensor], results: list[Tensor], given: Operands) -> None:
+        """Keep a call's own shapes out of a bucket's program on the device, which torch-xla keys by all of its trace.
+
+        Nothing of those shapes may be traced before: a view of the caller's tensor would be a result of the program.
+        """
+        if self.on_host:
+            return
+        count = bind_dims(self.op, self.ctx.spec, given).bound.get("N", 1)
+        some = any(self.op.args[name].shape.startswith(">=N") for name in self.op.mutated)
+        if (some and count != buckets.power(count)) or _shapes(buffers) != _shapes(results[: len(buffers)]):
+            self.machine.cut()
+
     def targets(self, given: Operands) -> dict[str, int]:
         """Return the static size of each free dimension letter, 1 at least; on the device T must be a bucket."""
         bound = bind_dims(self.op, self.ctx.spec, given).bound
-        padded = self.on_host or self.padded
         found = {n: 1 for n, size in bound.items() if not size}
-        found |= {
-            n: buckets.power(bound[n], least)
-            for n, least in FREE.items()
-            if n in bound and (padded or not bound[n])
-        }
+        found |= {n: buckets.power(bound[n], least) for n, least in FREE.items() if n in bound}
         rows = buckets.of_rows(self.ctx.limits) if self.on_host else buckets.on_device(self.ctx.limits)
         if "T" in bound and (self.on_host or not bound["T"]):
             found["T"] = buckets.fit(self.op.name, "T", bound["T"], rows)
@@ -283,6 +305,10 @@ def refuse_tracers(op: Operator, given: Operands) -> None:
                     "runs: call it outside of the tracer; or trace plan.op"
                 ],
             )
+
+
+def _shapes(value: Any) -> list[tuple[int, ...]]:
+    return [tuple(tensor.shape) for tensor in _tensors(value)]
 
 
 def _tensors(value: Any) -> list[Tensor]:

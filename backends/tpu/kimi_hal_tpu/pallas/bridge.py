@@ -42,7 +42,7 @@ def build(ctx: BuildContext) -> Callable[..., Any]:
 
     def call(name: str) -> StaticCall:
         device = not on_host(ctx)
-        return StaticCall(op, ctx, machine(ctx, op, name), coded=device, padded=device)
+        return StaticCall(op, ctx, machine(ctx, op, name), coded=device)
 
     run = call(op.name).function()
     if op.tested:
@@ -105,6 +105,9 @@ class JaxCPU:
         self.op = op
         mode = Mode(simulated=True)
         self.jitted = jax.jit(lambda arrays: tuple(program(spec, arrays, mode)))
+
+    def cut(self) -> None:
+        """Do nothing: each call is a program of its own."""
 
     def run(self, operands: dict[str, Any], rows: int | None = None) -> list[Tensor]:
         """Run on torch tensors on the CPU; returns torch tensors. No ranks meet in a program, whatever ``rows``."""

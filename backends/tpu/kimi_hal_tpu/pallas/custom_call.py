@@ -29,6 +29,10 @@ class CustomCall:
         self.program, self.spec, self.op, self.arch = program, spec, op, arch
         self.computations: dict[Any, Computation] = {}
 
+    def cut(self) -> None:
+        """Run what is traced, without waiting for it."""
+        torch_xla.sync()
+
     def run(self, operands: dict[str, Any], rows: int | None = None) -> list[Tensor]:
         """Return the program's results, traced: nothing runs before torch-xla's next sync. No ranks meet in it."""
         form, tensors = forms.split(operands)

@@ -31,6 +31,9 @@ class JaxOp:
     def __init__(self, program: forms.Program, spec: Any, op: Any, arch: str) -> None:
         self.program, self.spec, self.op, self.arch = program, spec, op, arch
 
+    def cut(self) -> None:
+        """Do nothing: torch_tpu runs each operator as a program of its own."""
+
     def run(self, operands: dict[str, Any], rows: int | None = None) -> list[Tensor]:
         """Return the program's results on the device. No ranks meet in it."""
         form, tensors = forms.split(operands)

@@ -1,7 +1,7 @@
 """A call's operands by name as a list of tensors, and the Pallas program as a function of that list.
 
-What a foreign framework calls takes tensors alone. Names, lists and the sizes before padding, which on a device follow
-from the shapes, are part of what is traced.
+What a foreign framework calls takes tensors alone. Names and lists are part of what is traced; the sizes before padding
+are operands, since a program is traced once for a bucket and not for each size in it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from kimi_hal_tpu import generations
 
 #: A program: Spec, arrays by name, mode -> outputs, then mutated operands.
 Program = Callable[..., Sequence[Any]]
-#: What an operand's size before padding is called.
-SIZE = "size_"
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,7 @@ class Form:
 
     Args:
         names: each operand's name, and how many tensors it has; ``None`` for one that is no list.
-        constants: sizes and scalars by name.
+        constants: scalars by name.
     """
 
     names: tuple[tuple[str, int | None], ...]
@@ -53,15 +51,17 @@ def split(operands: Mapping[str, Any]) -> tuple[Form, list[Tensor]]:
     constants: list[tuple[str, Any]] = []
     tensors: list[Tensor] = []
     for name, value in operands.items():
-        if isinstance(value, Tensor) and not name.startswith(SIZE):
+        if isinstance(value, Tensor):
             names.append((name, None))
             tensors.append(value)
         elif isinstance(value, (list, tuple)):
             names.append((name, len(value)))
             tensors.extend(value)
         else:
-            constants.append((name, tuple(value.tolist()) if isinstance(value, Tensor) else value))
-    return Form(tuple(names), tuple(constants)), tensors
+            constants.append((name, value))
+    device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
+    # Sizes before padding are made on the host.
+    return Form(tuple(names), tuple(constants)), [tensor.to(device) for tensor in tensors]
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -82,17 +82,11 @@ def name_of(dtype: torch.dtype) -> str:
 
 def function(program: Program, spec: Any, form: Form, arch: str) -> Callable[[list[Any]], list[Any]]:
     """Return a program as a function of its tensors, compiled for a generation."""
-    import jax.numpy as jnp
-
     from kimi_hal_tpu.pallas.mode import Mode
 
     mode = Mode(float4=generations.get(arch).float4)
 
     def call(arrays: list[Any]) -> list[Any]:
-        sizes = {
-            name: jnp.asarray(value, jnp.int32) if name.startswith(SIZE) else value
-            for name, value in form.constants
-        }
-        return list(program(spec, form.given(arrays) | sizes, mode))
+        return list(program(spec, form.given(arrays) | dict(form.constants), mode))
 
     return call

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kimi_hal.dispatch.contract import BuildContext
+from kimi_hal.errors import PlanError
 from kimi_hal.parallel import ownership
 from kimi_hal.parallel.groups import require
 from kimi_hal_tpu import requirements
@@ -28,10 +29,11 @@ def build(ctx: BuildContext) -> Callable[..., Any]:
     Raises:
         ImportError: torch-xla is not installed.
         ToolMissingError: it is not for this torch.
+        PlanError: the plan is interpreted, and torch-xla drives another device than its CPU.
     """
     requirements.check_torch_xla()
     if on_host(ctx):
-        os.environ.setdefault("PJRT_DEVICE", "CPU")
+        check_interpreter(ctx.operator)
     op = operator(ctx)
     if op.listed:
         return prepared
@@ -40,6 +42,20 @@ def build(ctx: BuildContext) -> Callable[..., Any]:
     if op.tested:
         run.return_scores = _test_entry(ctx, run, family)  # type: ignore[attr-defined]
     return run
+
+
+def check_interpreter(operator: str) -> None:
+    """Have torch-xla drive its CPU, on which programs are interpreted, where nothing else is said.
+
+    Raises:
+        PlanError: ``PJRT_DEVICE`` says otherwise.
+    """
+    device = os.environ.setdefault("PJRT_DEVICE", "CPU")
+    if device != "CPU":
+        raise PlanError(
+            f"{operator}: interpreted programs run on torch-xla's CPU device, and PJRT_DEVICE={device} has torch-xla "
+            "drive another one in this process: PJRT_DEVICE=CPU before torch_xla is used"
+        )
 
 
 def _call(ctx: BuildContext, program: Program) -> StaticCall:
@@ -83,6 +99,13 @@ class XLA:
                 return results
             torch_xla.sync(wait=True)
             return [result.cpu() for result in results]
+
+    def cut(self) -> None:
+        """Run what is traced, without waiting for it."""
+        import torch_xla
+
+        with TRACE:
+            torch_xla.sync()
 
     def _exchange(self, rows: int | None) -> Exchange | None:
         """Return the ranks that a program meets with its real rows; ``None`` where it is alone."""
