@@ -49,21 +49,31 @@ def test_another_architecture_is_refused_by_name() -> None:
     assert refusals(SparseMLASpec(num_heads=12, latent=FP8), blackwell) == ["arch sm_100 is not sm_90"]
 
 
-def test_a_kernel_that_the_suite_has_not_passed_stands_behind_the_portable_one() -> None:
-    ranks = {
-        i.name: max(p.rank for p in i.preferences) for i in IMPLEMENTATIONS if i.operator == "sparse_mla"
-    }
-    assert ranks["cuda"] < ranks["triton"]
+@pytest.mark.parametrize(("operator", "before"), [("sparse_mla", True), ("merge_attn_states", False)])
+def test_attention_goes_before_the_portable_one_and_the_merge_by_a_table_alone(
+    operator: str, before: bool
+) -> None:
+    ranks = {i.name: max(p.rank for p in i.preferences) for i in IMPLEMENTATIONS if i.operator == operator}
+    assert (ranks["cuda"] > ranks["triton"]) is before
 
 
 @pytest.mark.parametrize(
     ("heads", "rows", "form", "parts"),
     [
         (12, 1, "16", 16),
+        (12, 8, "16", 8),
+        (12, 32, "16", 3),
         (12, 64, "16", 2),
         (12, 128, "16", 1),
+        (12, 320, "pair", 2),
+        (12, 1024, "pair", 1),
+        (12, 4096, "pair", 1),
+        (24, 512, "32", 1),
         (96, 1, "16", 16),
+        (96, 8, "32", 4),
+        (96, 32, "48", 2),
         (96, 64, "48", 1),
+        (96, 320, "48", 1),
         (96, 4096, "48", 1),
     ],
 )

@@ -17,6 +17,25 @@ CLUSTERS = {1: 132, 2: 66, 3: 43, 4: 31, 6: 20, 8: 15, 12: 7, 16: 7}
 
 
 @dataclass(frozen=True)
+class Times:
+    """Microseconds on an H200.
+
+    Args:
+        tile: of a tile of a block's heads.
+        whole: of everything else of a row that is not cut.
+        cut: of one that is.
+    """
+
+    tile: float
+    whole: float
+    cut: float
+
+    def of(self, tiles: int, parts: int) -> float:
+        """Return how long a part of a row takes."""
+        return -(-tiles // parts) * self.tile + (self.whole if parts == 1 else self.cut)
+
+
+@dataclass(frozen=True)
 class Form:
     """A layout of the kernel.
 
@@ -26,9 +45,9 @@ class Form:
         heads: of a block.
         threads: of a block.
         there: blocks that a multiprocessor has room for.
-        tile: microseconds of a tile, where all blocks that fit are at work: measured on an H200.
-        whole: microseconds of everything else of a row that is not cut.
-        cut: of one that is.
+        times: of a block, in a round of as many as there is room for, which others follow.
+        last: in a last round that fills more than one block a multiprocessor.
+        alone: in one that does not.
     """
 
     name: str
@@ -36,22 +55,28 @@ class Form:
     heads: int
     threads: int
     there: int
-    tile: float
-    whole: float
-    cut: float
+    times: Times
+    last: Times
+    alone: Times
 
     def blocks(self, spec: SparseMLASpec) -> int:
         """Return the blocks of a row's heads."""
         return -(-spec.num_heads // self.heads)
 
 
+def _one(name: str, number: int, heads: int, times: Times) -> Form:
+    return Form(name, number, heads, threads=384, there=1, times=times, last=times, alone=times)
+
+
 #: Of ``pair``, two blocks of one warpgroup share a multiprocessor; in the others two warpgroups have one to themselves.
 FORMS = (
-    Form("16", 1, heads=16, threads=384, there=1, tile=1.3, whole=2.0, cut=12.0),
-    Form("32", 2, heads=32, threads=384, there=1, tile=1.8, whole=3.0, cut=14.0),
-    Form("48", 3, heads=48, threads=384, there=1, tile=2.1, whole=4.0, cut=20.0),
-    Form("pair", 4, heads=16, threads=256, there=2, tile=2.5, whole=4.0, cut=16.0),
+    _one("16", 1, 16, Times(tile=1.3, whole=1.5, cut=7.0)),
+    _one("32", 2, 32, Times(tile=1.6, whole=3.0, cut=10.6)),
+    _one("48", 3, 48, Times(tile=1.9, whole=3.0, cut=16.0)),
+    Form("pair", 4, 16, 256, 2, Times(2.35, 3.0, 5.0), Times(2.8, 2.0, 7.6), Times(1.9, 2.0, 7.6)),
 )
+#: Microseconds before the first round is at work.
+START = 5.0
 #: How much longer than the best, by these figures, a way may be expected to take that ``kimi-hal bench --tune`` tries.
 TRIED = 1.4
 
@@ -62,9 +87,12 @@ def tiles(spec: SparseMLASpec) -> int:
 
 
 def cost(spec: SparseMLASpec, limits: Limits, form: Form, parts: int) -> float:
-    """Return about how long a plan's rows take, in microseconds."""
-    rounds = -(-limits.max_rows * form.blocks(spec) // (CLUSTERS[parts] * form.there))
-    return rounds * (-(-tiles(spec) // parts) * form.tile + (form.whole if parts == 1 else form.cut))
+    """Return about how long a plan's rows take, in microseconds: rounds of as many clusters as there is room for."""
+    items, room = limits.max_rows * form.blocks(spec), CLUSTERS[parts] * form.there
+    full, rest = divmod(items, room)
+    last = form.alone if rest <= CLUSTERS[parts] else form.last
+    took = full * form.times.of(tiles(spec), parts) + (last.of(tiles(spec), parts) if rest else 0.0)
+    return START + took
 
 
 def ways(spec: SparseMLASpec, limits: Limits) -> list[tuple[Form, int]]:

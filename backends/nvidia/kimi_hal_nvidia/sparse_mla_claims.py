@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kimi_hal.dispatch.contract import Capability, Implementation, TensorCap
+from kimi_hal.dispatch.contract import Capability, Implementation, Preference, TensorCap
 from kimi_hal.domain import Domain, OneOf, Range
 from kimi_hal.triton.claim_terms import DCP, ELEMENT, FLAG, ROW
-from kimi_hal_nvidia.indexer_claims import BY_NAME, REQUIRES
+from kimi_hal_nvidia.indexer_claims import PASSED, REQUIRES
 
 #: Cache rows are copied 16 bytes at a time.
 OPERANDS = {"q": ELEMENT, "cache": TensorCap(align=16), "indices": ELEMENT}
@@ -41,13 +41,16 @@ def _source(*own: str) -> tuple[str, ...]:
 #: Architectures and how their code runs. Blackwell's is looked at and never run: nothing can plan it.
 RUN = {"cuda": (("sm_90",), "native"), "cuda_blackwell": (("sm_100", "sm_103"), "compile_only")}
 
+#: It is the faster one of few rows alone, as a table of measurements says; without a line the portable one goes before.
+BEHIND = (Preference(rank=-15, measured="benchmarks/results/h200/tuning.json"),)
+
 SPARSE_MLA = tuple(
     Implementation(
         operator="sparse_mla",
         name=name,
         build="kimi_hal_nvidia.sparse_mla:build_sparse_mla",
         capabilities=(Capability(arch=arch, spec=SPEC, tensors=OPERANDS, properties=ROW, requires=REQUIRES),),
-        preferences=BY_NAME,
+        preferences=PASSED,
         execution=(execution,),
         source=_source("attention_plan.py", "cubins/sparse_mla*", "sparse_mla.py"),
         compile="kimi_hal_nvidia.sparse_mla_kernels:sparse_mla",
@@ -61,7 +64,7 @@ MERGE = tuple(
         name=name,
         build="kimi_hal_nvidia.merge_states:build_merge_attn_states",
         capabilities=(Capability(arch=arch, spec=MERGED, tensors=PARTS, properties=ROW, requires=REQUIRES),),
-        preferences=BY_NAME,
+        preferences=BEHIND,
         execution=(execution,),
         source=_source("cubins/merge_states*", "merge_states.py"),
         compile="kimi_hal_nvidia.sparse_mla_kernels:merge_attn_states",
