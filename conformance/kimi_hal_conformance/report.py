@@ -48,6 +48,8 @@ PRINTED = 4
 DIED, HERE, MODULES = "Fatal Python error: ", "Current thread ", "Extension modules: "
 #: How many names of what was asked for alone stand in the closing line; the JSON report has all.
 NAMED = 3
+#: From so many others on that say the same, the first alone is printed in full; the JSON report has all.
+MANY = 3
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -69,9 +71,17 @@ def print_report(report: Report, console: Console) -> None:
         console.print(
             f"not implemented by {report.backend}: {names}", style="dim", highlight=False, soft_wrap=True
         )
+    alike = _alike(report.verdicts)
     for verdict in report.verdicts:
         if verdict.status in AGAINST:
-            _print_problem(verdict, console)
+            first, *others = alike[_said(verdict)]
+            if verdict is first or len(others) < MANY:
+                _print_problem(verdict, console)
+            if verdict is first and len(others) >= MANY:
+                line = (
+                    f"    and {len(others)} others the same: {', '.join(v.case for v in others[:NAMED])}, …"
+                )
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
         elif verdict.status == WAIVED:
             line = f"waived ({verdict.was}) {verdict.implementation} {verdict.case}: {verdict.waiver}"
             console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
@@ -115,6 +125,22 @@ def _table(report: Report) -> Table:
 def left_out(report: Report) -> Counter[str]:
     """Return how many verdicts say that nothing ran, by reason."""
     return Counter(v.problems[0] for v in report.verdicts if v.status == NOT_RUN)
+
+
+def _alike(verdicts: Sequence[Verdict]) -> dict[tuple[str, ...], list[Verdict]]:
+    """Return the verdicts against implementations by what they say."""
+    found: dict[tuple[str, ...], list[Verdict]] = defaultdict(list)
+    for verdict in verdicts:
+        if verdict.status in AGAINST:
+            found[_said(verdict)].append(verdict)
+    return found
+
+
+def _said(verdict: Verdict) -> tuple[str, ...]:
+    """Return what a verdict says of an implementation, whichever claim its case tries."""
+    first, *rest = verdict.problems or ("",)
+    first = first.partition("), but ")[2] if first.startswith("claimed (") else first
+    return verdict.operator, verdict.implementation, verdict.status, first, *rest
 
 
 def _print_problem(verdict: Verdict, console: Console) -> None:

@@ -187,6 +187,26 @@ def test_every_problem_is_printed_with_its_replay() -> None:
     )
 
 
+def test_what_many_say_alike_is_printed_once() -> None:
+    claims = [f"kda_gate/claims/{i}" for i in range(4)]
+    wrong = [
+        verdict(FAILED, i, problems=(f"claimed (seed={i}), but the builder is missing",)) for i in claims
+    ]
+    plain = verdict(FAILED, "kda_gate/tp8/rows9", problems=("the builder is missing",), replay="kimi-hal …")
+    other = verdict(FAILED, "kda_gate/tp8/rows1", problems=("another",))
+    lines = text(report(plain, *wrong, other)).splitlines()
+    at = lines.index("failed acme.fast kda_gate/tp8/rows9")
+    assert lines[at + 1 : at + 6] == [
+        "    the builder is missing",
+        "    replay: kimi-hal …",
+        "    and 4 others the same: kda_gate/claims/0, kda_gate/claims/1, kda_gate/claims/2, …",
+        "failed acme.fast kda_gate/tp8/rows1",
+        "    another",
+    ]
+    few = text(report(plain, *wrong[:2])).splitlines()
+    assert sum(line.startswith("failed ") for line in few) == 3
+
+
 def test_what_did_not_run_is_counted_by_reason() -> None:
     shown = text(FULL)
     assert "not run, 1: some reason" in shown
