@@ -47,9 +47,9 @@ def _stripped(text: str) -> str:
     return "\n".join(line.rstrip() for line in text.strip("\n").splitlines())
 
 
-def run_python(page: Path, namespace: dict[str, Any]) -> None:
-    """Run the page's python blocks and compare what they print."""
-    found = blocks(page)
+def run_python(page: Path, namespace: dict[str, Any], sections: tuple[str, ...] = ()) -> None:
+    """Run the page's python blocks and compare what they print; ``sections``: of those alone, by their headings."""
+    found = [block for block in blocks(page) if not sections or _heading(page, block) in sections]
     for block, after in zip(found, [*found[1:], None], strict=True):
         if block.language != "python":
             continue
@@ -59,6 +59,12 @@ def run_python(page: Path, namespace: dict[str, Any]) -> None:
             exec(code, namespace)
         if after is not None and after.language == "text":
             assert_printed(after.text, printed.getvalue(), f"{page.name}:{after.line}")
+
+
+def _heading(page: Path, block: Block) -> str:
+    """Return the heading of the section that a block stands in."""
+    above = page.read_text(encoding="utf-8").splitlines()[: block.line - 1]
+    return next((line.removeprefix("## ") for line in reversed(above) if line.startswith("## ")), "")
 
 
 def commands(block: Block) -> Iterator[tuple[str, str]]:
