@@ -105,7 +105,7 @@ class Record:
                 continue
             value = getattr(self, name)
             if not _matches(value, hint):
-                wanted = getattr(hint, "__name__", str(hint))
+                wanted = str(hint) if typing.get_origin(hint) else getattr(hint, "__name__", str(hint))
                 yield f"{name} must be {wanted}, got {type(value).__name__} {value!r}"
 
     def _domain_problems(self) -> Iterator[str]:

@@ -99,7 +99,7 @@ def _with_two_heads() -> IndexQuerySpec:
         ),
         (
             f'{{"num_heads": 2, "latent": "{FP8}", "numerics": [["a"]]}}',
-            "SparseMLASpec: numerics must be tuple, got tuple (['a'],)",
+            "SparseMLASpec: numerics must be tuple[str, ...], got tuple (['a'],)",
         ),
     ],
 )

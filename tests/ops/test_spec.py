@@ -19,5 +19,7 @@ def test_an_unknown_class_of_rounding_names_the_nearest():
 
 
 def test_classes_of_rounding_are_a_tuple():
-    with pytest.raises(SpecError, match=r"^SparseMLASpec: numerics must be tuple, got str 'attn\.p=bf16'$"):
+    with pytest.raises(
+        SpecError, match=r"^SparseMLASpec: numerics must be tuple\[str, \.\.\.\], got str 'attn\.p=bf16'$"
+    ):
         SparseMLASpec(num_heads=12, latent="latent.bf16", numerics="attn.p=bf16")
