@@ -14,6 +14,7 @@ from kimi_hal.ops.spec import Limits
 from kimi_hal.ops.topk_merge import TopKSpec
 from kimi_hal_tpu import buckets, generations, plugin, requirements
 from kimi_hal_tpu.device import Device
+from kimi_hal_tpu.pallas import bridge as simulator
 from kimi_hal_tpu.pallas_claims import PALLAS
 from kimi_hal_tpu.xla import bridge
 
@@ -120,6 +121,19 @@ def test_an_interpreter_that_is_not_torch_xlas_cpu_is_refused(
     assert str(error.value) == (
         f"topk_select: interpreted programs run on torch-xla's CPU device, and PJRT_DEVICE={device} has torch-xla "
         "drive another one in this process: PJRT_DEVICE=CPU before torch_xla is used"
+    )
+
+
+def test_a_simulator_without_jaxs_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for platforms in ("", "cpu", "tpu,cpu"):
+        monkeypatch.setenv("JAX_PLATFORMS", platforms)
+        simulator.check_simulator("topk_select")
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu")
+    with pytest.raises(PlanError) as error:
+        simulator.check_simulator("topk_select")
+    assert str(error.value) == (
+        "topk_select: the TPU simulator runs on jax's CPU, and JAX_PLATFORMS=tpu leaves it out: "
+        "JAX_PLATFORMS=cpu before jax is used"
     )
 
 

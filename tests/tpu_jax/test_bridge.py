@@ -12,6 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 pytest.importorskip("jax", reason="needs the environment of `nox -s tpu_jax`")
 
+import jax
+
 import kimi_hal as hal
 from kimi_hal.errors import ContractError, SelectionError, UnknownNameError
 from kimi_hal.ops.sparse_mla import SparseMLASpec, sparse_mla
@@ -86,6 +88,14 @@ def test_operands_and_buffers_that_require_grad_are_taken_as_they_are(rows: int)
     assert selected is buffer
     assert buffer.grad_fn is None
     assert torch.equal(buffer.detach(), scores.detach().gather(1, index.long()))
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_integers_of_64_bits_in_jax_change_nothing() -> None:
+    scores = torch.randn(3, 8)
+    with jax.enable_x64(True):
+        index, _ = selection().run(scores, torch.full((3,), 8, dtype=torch.int32))
+    assert index.tolist() == best(scores)
 
 
 @pytest.fixture

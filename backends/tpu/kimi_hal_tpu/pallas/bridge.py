@@ -9,6 +9,7 @@ Each of the three is imported where a plan needs it, after its versions are chec
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -59,7 +60,22 @@ def program(op: Operator, name: str) -> Program:
 def interpreted(ctx: BuildContext, op: Operator, name: str) -> Machine:
     """Return the simulator."""
     requirements.check_jax()
+    check_simulator(op.name)
     return JaxCPU(program(op, name), ctx.spec, op)
+
+
+def check_simulator(operator: str) -> None:
+    """Refuse an environment in which jax has no CPU to play a TPU on.
+
+    Raises:
+        PlanError: ``JAX_PLATFORMS`` names others alone.
+    """
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    if platforms and "cpu" not in platforms.split(","):
+        raise PlanError(
+            f"{operator}: the TPU simulator runs on jax's CPU, and JAX_PLATFORMS={platforms} leaves it out: "
+            "JAX_PLATFORMS=cpu before jax is used"
+        )
 
 
 def in_torch_xla(ctx: BuildContext, op: Operator, name: str) -> Machine:
@@ -102,7 +118,7 @@ class JaxCPU:
 
         from kimi_hal_tpu.pallas.mode import Mode
 
-        self.op = op
+        self.op, self.narrow = op, jax.enable_x64  # the programs are written for integers of 32 bits
         mode = Mode(simulated=True)
         self.jitted = jax.jit(lambda arrays: tuple(program(spec, arrays, mode)))
 
@@ -117,7 +133,7 @@ class JaxCPU:
             refuse_dynamic(self.op, {f"{name}.shape": size for t in tensors for size in t.shape})
             found = [to_jax(tensor) for tensor in tensors]
             arrays[name] = found if isinstance(value, list) else found[0]
-        with SIMULATOR:
+        with SIMULATOR, self.narrow(False):
             results = [to_torch(array.block_until_ready()) for array in self.jitted(arrays)]
             raced = races_found()
         if raced:
