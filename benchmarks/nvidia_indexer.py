@@ -56,8 +56,9 @@ DECODES = (
     (64, 128 * K, 1),
     (1, 128 * K, 2),
     (64, 32 * K, 2),
+    (64, 128 * K, 2),
 )
-PREFILLS = ((2048, 32 * K), (2048, 128 * K), (8192, 32 * K))
+PREFILLS = ((2048, 32 * K), (2048, 128 * K), (8192, 32 * K), (8192, 128 * K))
 SELECTIONS = (
     (1, 8 * K),
     (64, 8 * K),
@@ -199,7 +200,7 @@ def scores(peers: Peers, rate: float) -> Iterator[dict[str, Any]]:
     for requests, context, rows in work:
         fp8 = math.nan
         for name in (FP8, MXFP4):
-            if rows > 4 and (name == MXFP4 or requests * rows * context > 1 << 29):
+            if rows > 4 and (name == MXFP4 or requests * rows * context > 1 << 30):
                 continue
             total = requests * rows
             limits = Limits(max_rows=total, max_reqs=requests, max_context=context, rows_per_req=rows)
@@ -221,7 +222,7 @@ def scores(peers: Peers, rate: float) -> Iterator[dict[str, Any]]:
             goal = (0.0 if small else 1.5 if requests * context > 1 << 22 else 1.0) if name == MXFP4 else 1.0
             if name == FP8 and (requests, context, rows) == (1, 128 * K, 1):
                 goal = 1.3
-            yield cell(
+            one = cell(
                 "indexer_logits",
                 f"{NAMES[name]} {'prefill ' if rows > 4 else ''}{requests} × {context // K}K × {rows}",
                 ours,
@@ -230,6 +231,9 @@ def scores(peers: Peers, rate: float) -> Iterator[dict[str, Any]]:
                 moved / ours * 1e6 / rate,
                 2 * total * indexer.HEADS * 128 * context / ours / 1e6 if rows > 4 else None,
             )
+            yield one | (
+                {"peer_rounds": "logits=fp8_sum"} if name == FP8 and peer else {}
+            )  # ours rounds nothing
             del batch, out
 
 

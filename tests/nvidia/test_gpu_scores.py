@@ -116,6 +116,36 @@ def test_every_number_of_heads_and_of_rows_that_share_keys(name: str, rows: int,
     right(IndexerSpec(index=name, num_heads=heads), (65, 129, 500), rows=rows)
 
 
+@pytest.mark.parametrize("length", [0, 1, 64, 3000, 20000])
+@pytest.mark.parametrize("rows", [1, 2, 3, 8])
+@pytest.mark.parametrize("name", [POW2, MXFP4])
+def test_pages_of_one_request_are_dealt_out_in_turn(name: str, rows: int, length: int) -> None:
+    right(IndexerSpec(index=name), (length,), rows=rows)
+
+
+def strangers(o: Operands) -> None:
+    """Rows of requests that do not exist, before and among others."""
+    o["row_req"][0], o["row_req"][3] = -1, 99
+
+
+@pytest.mark.parametrize("lengths", [(300,), (300, 200)])
+def test_a_row_of_no_request_has_no_keys(lengths: tuple[int, ...]) -> None:
+    spec = IndexerSpec(index=POW2)
+    operands = drawn(spec, lengths, 4)
+    strangers(operands)
+    given = {name: tensor.cuda() for name, tensor in operands.items()}
+    limits = Limits(max_rows=len(given["q"]), max_reqs=len(lengths), max_context=512, rows_per_req=4)
+    plan = hal.plan("indexer_logits", spec, limits, device="cuda", implementation="nvidia.cuda")
+    out = torch.full((len(given["q"]), 300), 7.0, device="cuda")
+    plan.run(**given, out=out)
+    exact = reference.indexer_logits(spec, **given, dtype=torch.float64)
+    for row, n in enumerate(given["row_len"].tolist()):
+        if 0 <= int(given["row_req"][row]) < len(lengths):
+            wanted = exact[row, :n]
+            assert (out[row, :n].double() - wanted).abs().max() < 2e-5 * wanted.abs().mean()
+        assert bool((out[row, n:] == 7).all())
+
+
 @pytest.mark.parametrize("broken", [wild_keys, wild_queries, zero_blocks])
 @pytest.mark.parametrize("rows", [1, 4])
 def test_scales_that_float16_cannot_hold_are_multiplied_number_by_number(broken: Any, rows: int) -> None:
@@ -138,3 +168,8 @@ def test_a_rank_scores_its_share(index: str) -> None:
 )
 def test_shares_end_anywhere(lengths: tuple[int, ...], rows: int) -> None:
     right(IndexerSpec(index=POW2), lengths, rows=rows)
+
+
+@pytest.mark.parametrize(("rows", "length"), [(300, 5000), (65, 2100), (64, 64)])
+def test_a_prefill_skips_the_keys_behind_each_row(rows: int, length: int) -> None:
+    right(IndexerSpec(index=POW2), (length, 70), rows=rows)

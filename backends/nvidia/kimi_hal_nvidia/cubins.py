@@ -32,6 +32,7 @@ STEMS = {
     "topk_many": ("slices.cuh", *SELECTION),
     "index_scores_fp8": (
         "scores.cuh",
+        "scoring.cuh",
         "copies.cuh",
         "elements.cuh",
         "products.cuh",
@@ -40,6 +41,7 @@ STEMS = {
     ),
     "index_scores_fp4": (
         "scores.cuh",
+        "scoring.cuh",
         "copies.cuh",
         "elements.cuh",
         "products.cuh",

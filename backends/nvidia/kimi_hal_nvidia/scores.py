@@ -48,21 +48,21 @@ class Ring:
         return self.heads * self.rows
 
     def threads(self, element: str) -> int:
-        """Return the threads of a block: its warpgroups, and a warp or a warpgroup that copies."""
-        return self.cut[element][0] * 128 + (128 if self.columns == 256 and element == "fp8" else 32)
+        """Return the threads of a block: its warpgroups, and one that copies."""
+        return self.cut[element][0] * 128 + 128
 
     def shared(self, element: str) -> int:
         """Return the bytes of ``struct Ring``."""
         groups, pages = self.cut[element]
         key, column, scales = {"fp8": (128, 256, 16), "fp4": (64, 128, groups * 1024)}[element]
         page = -(-PAGE * (key + 4) // 128) * 128
-        size = groups * self.columns * (column + 4) + pages * page + scales + groups * 32 + pages * 28 + 268
+        size = groups * self.columns * (column + 4) + pages * page + scales + groups * 32 + pages * 32 + 264
         return -(-size // 16) * 16
 
 
 RINGS = (
-    Ring(32, 1, {"fp8": (5, 15), "fp4": (4, 24)}),
-    Ring(32, 2, {"fp8": (4, 12), "fp4": (4, 24)}),
+    Ring(32, 1, {"fp8": (5, 15), "fp4": (5, 30)}),
+    Ring(32, 2, {"fp8": (4, 12), "fp4": (4, 32)}),
     Ring(32, 4, {"fp8": (2, 14), "fp4": (4, 24)}),
     Ring(32, 8, {"fp8": (2, 10), "fp4": (2, 24)}),
     Ring(64, 1, {"fp8": (4, 12), "fp4": (4, 24)}),

@@ -18,7 +18,7 @@ __device__ __forceinline__ u32 product_of_halves(u32 a, u32 b) {
 
 // FP8 e4m3fn: 128 bytes a row. Lane c has bytes 16 c to 16 c + 15 and the same 64 further on.
 struct Fp8 {
-  static constexpr int BYTES = 128;
+  static constexpr int BYTES = 128, COLUMN = 256;
   uint4 low, high;
 
   __device__ __forceinline__ void load(const unsigned char* row, u32 c) {
@@ -40,7 +40,7 @@ struct Fp8 {
 // MXFP4: 64 bytes a row, in four groups of 32 with a scale each. Numbers become e4m3 at 2^-6 of themselves, whose bits
 // are the same: products of a group and their sums are exact in the matrix unit, also where it adds with few bits.
 struct Fp4 {
-  static constexpr int BYTES = 64;
+  static constexpr int BYTES = 64, COLUMN = 128;
 
   // The largest of four exponents.
   static __device__ __forceinline__ u32 largest(u32 codes) {

@@ -1,53 +1,36 @@
 // indexer_logits: S[t, j] = Σ_h w[t, h] · relu(q[t, h] · k_j), keys as the tall operand of a matrix product.
 //
 // All rows' keys are counted in pages, and every block takes an equal share of them, whoever has them. A producer warp
-// copies pages into a ring; warpgroups take them in turn, decode a page's 64 keys to float16, which holds every element
-// exactly, multiply them with the heads of one or more rows of a request, and add up in float32. FP8 instructions are
-// not used: they add with fewer bits than the contract asks for. A score's bits depend on its row and its key alone.
+// copies pages into a ring; warpgroups take them in turn, put a page's 64 keys into the registers of the product, multiply
+// them with the heads of one or more rows of a request, and add up what is rectified and weighed in float32.
+//
+// `Fp8` decodes keys to float16, which holds every element exactly: FP8 products are added with fewer bits than the contract
+// asks for. `Fp4` multiplies groups of 32 numbers as e4m3, whose sums are exact even so. A score's bits depend on its row
+// and its key alone.
 #pragma once
-#include <cuda_bf16.h>
-
 #include "copies.cuh"
 #include "elements.cuh"
 #include "products.cuh"
-#include "shards.cuh"
+#include "scoring.cuh"
 
-struct Scoring {
-  const unsigned char* q;
-  const unsigned char* q_scale;
-  const void* weights;
-  const unsigned char* cache;
-  const int* table;
-  const int* row_req;
-  const int* row_len;
-  void* out;
-  long long q_row, q_head, q_scale_row, q_scale_head, weights_row, cache_page, table_row, req_stride, len_stride,
-      out_row;
-  int rows, requests, pages, room, heads;
-  Shard shard;
-  int weights_bf16, out_bf16, e8m0;
-};
-
-constexpr int PAGE = 64;
-
-struct Unit {
-  int row, first, page;  // the first row of its request in its block; position of the page's first key; −1: no page
-};
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL)
+#define OWN_INSTRUCTIONS
+#endif
 
 template <typename Element, int N, int GROUPS, int STAGES>
 struct Ring {
   static constexpr int PAGE_BYTES = PAGE * (Element::BYTES + 4);
   static constexpr int STAGE_BYTES = (PAGE_BYTES + 127) / 128 * 128;
   static constexpr bool FP4 = Element::BYTES == 64;
-  unsigned char columns[GROUPS][N * (FP4 ? 128 : 256)];  // at whole 1,024 bytes
+  unsigned char columns[GROUPS][N * Element::COLUMN];  // at whole 1,024 bytes
   unsigned char stage[STAGES][STAGE_BYTES];
-  float weights[GROUPS][N];
+  float weights[GROUPS][N];  // as `weight_place` says
   float4 scales[FP4 ? GROUPS * 4 : 1][FP4 ? 16 : 1];  // of the keys of each warp
   int keys[GROUPS][8];
   u64 full[STAGES], empty[STAGES];
   Unit unit[STAGES];
   u32 sums[2][32];
-  int first_row, first_unit, first_pages;
+  int first_row, first_page;
 };
 
 // Twice the rectified number; NaN stays. The adder is faster than a comparison, and no product is infinite.
@@ -64,45 +47,63 @@ __device__ __forceinline__ float rectified(float x) {
 // Asks for a line of memory to be brought near.
 __device__ __forceinline__ void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
-// The keys of a row; none where its request does not exist.
-__device__ __forceinline__ int keys_of(const Scoring& p, int row, int& request) {
-  request = -1;
-  if (row >= p.rows) return 0;
-  int length = p.row_len[row * p.len_stride], its = p.row_req[row * p.req_stride];  // both under way together
-  int keys = min(local_length(length, p.shard), p.room);
-  if (keys <= 0 || its < 0 || its >= p.requests) return 0;
-  request = its;
-  return keys;
+// Says of what is copied how long it should stay near: what is read once goes before what is written or read again.
+__device__ __forceinline__ u64 stay(bool once) {
+  u64 first, normal;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(normal));
+  return once ? first : normal;
 }
 
-// Pages that a row brings in: those of all rows of its block with its request, if it is the first of them.
-template <int ROWS>
-__device__ __forceinline__ int pages_of(const Scoring& p, int row) {
-  int request, keys = keys_of(p, row, request);
-  if (keys == 0) return 0;
-#pragma unroll 1
-  for (int other = row / ROWS * ROWS; ROWS > 1 && other < row / ROWS * ROWS + ROWS; other++) {
-    int its, more = keys_of(p, other, its);
-    if (more == 0 || its != request) continue;
-    if (other < row) return 0;
-    keys = max(keys, more);
-  }
-  return (keys + PAGE - 1) / PAGE;
+__device__ __forceinline__ void copy_page(void* to, const void* from, u32 bytes, u64* barrier, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+          shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
 }
 
 template <typename Element, int N, int HEADS, int GROUPS, int STAGES>
 struct Scorer {
-  static constexpr bool LARGE = N == 256 && Element::BYTES == 128;  // accumulators need the producer's registers
-  static constexpr int ROWS = N / HEADS, THREADS = GROUPS * 128 + (LARGE ? 128 : 32);
-  using Memory = Ring<Element, N, GROUPS, STAGES>;
   static constexpr bool FP4 = Element::BYTES == 64;
+  static constexpr bool LARGE = N == 256 && !FP4;
+  static constexpr int ROWS = N / HEADS, THREADS = GROUPS * 128 + 128;
+  // Registers of a thread at the start, of those that copy, and of the others, which get what those give back.
+  static constexpr int FEW = 40, EACH = 65536 / THREADS / 8 * 8, MOST = (EACH * THREADS - FEW * 128) / (GROUPS * 128) / 8 * 8;
+  using Memory = Ring<Element, N, GROUPS, STAGES>;
   static constexpr bool HELD = N <= 64;  // weights stay in registers
+
+  // Where a warpgroup is in the ring: its pages stand in slots that it alone has.
+  struct Turn {
+    int slot, left;  // the pages that are still to come
+    u32 parity;
+
+    __device__ __forceinline__ Turn(int group, int count)
+        : slot(group), left(max(0, count - group + GROUPS - 1) / GROUPS), parity(0) {}
+    __device__ __forceinline__ void go_on() {
+      slot += GROUPS;
+      left--;
+      if (slot >= STAGES) {
+        slot -= STAGES;
+        parity ^= 1;
+      }
+    }
+  };
+
+  // A block of rows: its first column of scores, and a lane's keys of every second row.
+  struct Rows {
+    long long line;
+    int first, keys[ROWS == 1 ? 1 : ROWS / 2];
+  };
 
   const Scoring& p;
   Memory& m;
 
-  // The units of this block: how many, from which row and which unit of it.
-  __device__ __forceinline__ int share() {
+  // One block of rows of one request: its pages are dealt out in turn, and may be asked for before lengths are known.
+  __device__ __forceinline__ bool solo() const { return p.requests == 1 && p.rows <= ROWS; }
+
+  // The units of this block of threads, of any number of rows.
+  __device__ __forceinline__ Share share_many() {
     int total = 0, now = 0, count = 0;
     u32 sum, turn = 0;
 #pragma unroll 1
@@ -110,7 +111,8 @@ struct Scorer {
       u32 before = 0;
 #pragma unroll 1
       for (int base = 0; base < p.rows; base += THREADS) {
-        int row = base + threadIdx.x, pages = row < p.rows ? pages_of<ROWS>(p, row) : 0;
+        int request, row = base + threadIdx.x, keys = keys_of(p, said_of(p, row), request);
+        int pages = pages_brought<ROWS>(keys, request);
         int begin = before + block_before<THREADS>(pages, m.sums[turn ^= 1], sum);
         before += sum;
         if (pass == 0 && p.rows <= THREADS) {  // one look is enough
@@ -119,8 +121,7 @@ struct Scorer {
         }
         if ((pass == 1 || p.rows <= THREADS) && count > 0 && begin <= now && now < begin + pages) {
           m.first_row = row;
-          m.first_unit = now - begin;
-          m.first_pages = pages;
+          m.first_page = now - begin;
         }
       }
       if (p.rows <= THREADS) break;
@@ -128,84 +129,85 @@ struct Scorer {
       divide(total, now, count);
     }
     __syncthreads();
-    return count;
+    return count ? Share{m.first_row, m.first_page, count} : Share{0, 0, 0};
   }
 
   // The same of up to 32 rows, by each warp for itself.
-  __device__ __forceinline__ int share_few(int& row, int& first, int& all) {
-    int mine = lane(), pages = 0;
-    if constexpr (ROWS == 1) {
-      int length = 0, its = -1;
-      if (mine < p.rows) {
-        length = p.row_len[mine * p.len_stride];
-        its = p.row_req[mine * p.req_stride];
-      }
-      prefetch_all();  // while these are under way
-      int keys = min(local_length(length, p.shard), p.room);
-      if (its >= 0 && its < p.requests) pages = (max(keys, 0) + PAGE - 1) / PAGE;
-    } else {
-      prefetch_all();
-      if (mine < p.rows) pages = pages_of<ROWS>(p, mine);
-    }
-    int until = warp_inclusive(pages), total = __shfl_sync(EVERY, until, 31), now, count;
-    divide(total, now, count);
-    u32 who = __ballot_sync(EVERY, until - pages <= now && now < until);
-    row = who ? __ffs(who) - 1 : 0;
-    first = now - __shfl_sync(EVERY, until - pages, row);
-    all = __shfl_sync(EVERY, pages, row);
-    return count;
-  }
-
-  __device__ __forceinline__ void divide(int total, int& now, int& count) const {
-    int each = (total + gridDim.x - 1) / gridDim.x;
-    now = blockIdx.x * each;
-    count = max(0, min(each, total - now));
+  __device__ __forceinline__ Share share_few() const {
+    int request, keys = keys_of(p, said_of(p, lane()), request);
+    return share_of(pages_brought<ROWS>(keys, request));
   }
 
   // Keeps the ring filled, some pages at a time, each by a lane of its own.
-  __device__ __forceinline__ void produce(int count) {
-    constexpr int TOGETHER = STAGES / 2 < 32 ? STAGES / 2 : 32;
-    int row = m.first_row, from = m.first_unit, pages = m.first_pages, done = 0;
+  __device__ __forceinline__ void produce(Share mine) {
+    constexpr int TOGETHER = STAGES / 2 < 32 ? STAGES / 2 : 32, BEGIN = STAGES < 32 ? STAGES : 32;
+    bool alone = solo(), few = p.rows <= 32;
+    int step = alone ? gridDim.x : 1, early = -1, request;
+    u64 policy = stay(p.rows <= p.requests * ROWS);
+    if (alone) {  // before anything is known
+      int at = blockIdx.x + lane() * step;
+      if (at < pages_in(p.room)) early = p.table[at];
+    }
+    int base = few ? 0 : mine.row / 32 * 32, keys = keys_of(p, said_of(p, base + lane()), request);
+    int pages = pages_brought<ROWS>(keys, request);
+    if (alone) {
+      int all = __reduce_max_sync(EVERY, pages);
+      mine = Share{0, static_cast<int>(blockIdx.x), dealt(all)};
+    } else if (few) {
+      mine = share_of(pages);
+    }
+    u32 waiting = __ballot_sync(EVERY, pages > 0) & EVERY << mine.row % 32;
+    int done = 0, from = mine.first;
 #pragma unroll 1
-    while (done < count) {
-      int some = min(pages - from, count - done);
-      if (some > 0) {
-        const int* table = p.table + p.row_req[row * p.req_stride] * p.table_row + from;
-        bool mine = static_cast<int>(lane()) < TOGETHER;
-        int next = mine && static_cast<int>(lane()) < some ? table[lane()] : -1;
+    while (done < mine.count) {
 #pragma unroll 1
-        for (int i = lane(); i - static_cast<int>(lane()) < some; i += TOGETHER) {
-          int page = next, number = done + i, slot = number % STAGES;
-          next = mine && i + TOGETHER < some ? table[i + TOGETHER] : -1;
-          if (mine && i < some) {
-            if (number >= STAGES) barrier_wait(&m.empty[slot], (number / STAGES - 1) & 1);
-            bool present = page >= 0 && page < p.pages;
-            m.unit[slot] = Unit{row, (from + i) * PAGE, present ? page : -1};
-            if (present) {
-              barrier_expect(&m.full[slot], Memory::PAGE_BYTES);
-              copy_bulk(m.stage[slot], p.cache + page * p.cache_page, Memory::PAGE_BYTES, &m.full[slot]);
-            } else {
-              barrier_arrive(&m.full[slot]);
-            }
-          }
-          __syncwarp();
-        }
-        done += some;
+      while (!waiting) {
+        base += 32;
+        keys = keys_of(p, said_of(p, base + lane()), request);
+        pages = pages_brought<ROWS>(keys, request);
+        waiting = __ballot_sync(EVERY, pages > 0);
       }
-      row++;
+      int at = __ffs(waiting) - 1, row = alone ? 0 : base + at, left = mine.count - done;
+      waiting &= waiting - 1;
+      int some = alone ? left : min(__shfl_sync(EVERY, pages, at) - from, left);
+      const int* table = p.table + __shfl_sync(EVERY, request, at) * p.table_row + from;
+      int i = 0, batch = done == 0 ? BEGIN : TOGETHER, next = early;
+      if (!alone) next = static_cast<int>(lane()) < min(batch, some) ? table[lane()] : -1;
+#pragma unroll 1
+      while (i < some) {
+        int own = i + lane(), after = own + batch, page = next;
+        bool live = static_cast<int>(lane()) < batch && own < some;
+        next = static_cast<int>(lane()) < TOGETHER && after < some ? table[after * step] : -1;
+        if (live) {
+          int number = done + own, slot = number % STAGES;
+          if (number >= STAGES) barrier_wait(&m.empty[slot], (number / STAGES - 1) & 1);
+          bool present = page >= 0 && page < p.pages;
+          m.unit[slot] = Unit{row, (from + own * step) * PAGE, present ? page : -1};
+          if (present) {
+            barrier_expect(&m.full[slot], Memory::PAGE_BYTES);
+            copy_page(m.stage[slot], p.cache + page * p.cache_page, Memory::PAGE_BYTES, &m.full[slot], policy);
+          } else {
+            barrier_arrive(&m.full[slot]);
+          }
+        }
+        __syncwarp();
+        i += batch;
+        batch = TOGETHER;
+      }
+      done += some;
       from = 0;
-      if (done < count) pages = pages_of<ROWS>(p, row);
     }
   }
 
-  // Decodes the queries of a block of rows into this warpgroup's columns; true where float16 does not hold them, or
+  // Puts the queries of a block of rows into this warpgroup's columns; true where float16 does not hold them, or
   // float32 what they weigh.
-  __device__ __forceinline__ bool load_queries(int group, int row, float (&held)[N / 4]) {
-    int block = row / ROWS * ROWS, thread = threadIdx.x % 128, its = -1, keys = 0, request = 0;
+  __device__ __forceinline__ bool load_queries(int group, int row, float (&held)[N / 4], Rows& rows) {
+    int block = row / ROWS * ROWS, thread = threadIdx.x % 128, request = 0;
     bool held_all = true;
+    Said said{0, -1};
     if (thread < ROWS) {
-      keys = keys_of(p, block + thread, its);
-      request = p.row_req[row * p.req_stride];
+      said = said_of(p, block + thread);
+      if (!solo()) request = p.row_req[row * p.req_stride];
     }
     meet(group);
 #pragma unroll 1
@@ -221,29 +223,21 @@ struct Scorer {
           codes = scales_of(mine, head);
         }
         held_all = put_group(m.columns[group], n, c, all, codes) && held_all;
-      } else {
-        Element e{};
-        u32 piece[8][2];
-        if (live) load_bytes<2>(&e.low, p.q + mine * p.q_row + head * p.q_head, c);
-        e.decode(piece);
-#pragma unroll
-        for (int s = 0; s < 8; s++) {
-#pragma unroll
-          for (int half = 0; half < 2; half++) {
-            u32 at = column_offset(n, 16 * s + 8 * half + 2 * c, N);
-            *reinterpret_cast<u32*>(m.columns[group] + at) = piece[s][half];
-          }
-        }
-      }
-      if constexpr (FP4) {
         float unit = w * power(Fp4::largest(codes));
         // Else it has no bits left, or its sums none above, that a key's scale brings back.
         held_all = held_all && (w == 0.0f || (fabsf(unit) > 0x1p-100f && fabsf(unit) < 0x1p100f));
         w = unit;
+      } else {
+        uint4 all[2] = {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)};
+        if (live) load_bytes<2>(all, p.q + mine * p.q_row + head * p.q_head, c);
+        put_query(m.columns[group], n, c, all);
       }
-      if (c == 0) m.weights[group][n] = w;
+      if (c == 0) m.weights[group][weight_place(n)] = w;
     }
-    if (thread < ROWS) m.keys[group][thread] = its == request ? keys : 0;
+    if (thread < ROWS) {
+      int its, keys = keys_of(p, said, its);
+      m.keys[group][thread] = its == request ? keys : 0;
+    }
     publish();
     bool odd = false;
     if constexpr (FP4) {
@@ -257,15 +251,32 @@ struct Scorer {
     } else {
       meet(group);
     }
+    rows.first = row;
+    rows.line = block * p.out_row;
+#pragma unroll
+    for (int i = 0; i < (ROWS + 1) / 2; i++) rows.keys[i] = m.keys[group][ROWS == 1 ? 0 : 2 * i + lane() / 2 % 2];
     if constexpr (HELD) {
 #pragma unroll
-      for (int j = 0; j < N / 8; j++) {
-        float2 pair = weight_pair(group, j);
-        held[2 * j] = pair.x;
-        held[2 * j + 1] = pair.y;
+      for (int j = 0; j < N / 8; j += 2) {
+        float4 four = weights_of(group, j);
+        held[2 * j] = four.x;
+        held[2 * j + 1] = four.y;
+        held[2 * j + 2] = four.z;
+        held[2 * j + 3] = four.w;
       }
     }
     return odd;
+  }
+
+  // A lane's 32 numbers of an FP8 query, where the products of its keys' words look for them.
+  static __device__ __forceinline__ void put_query(unsigned char* columns, int n, int c, const uint4 (&all)[2]) {
+    Element e{all[0], all[1]};
+    u32 piece[8][2];
+    e.decode(piece);
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+      *reinterpret_cast<u32*>(columns + column_offset(n, 8 * i + 2 * c, N)) = piece[i / 2][i % 2];
+    }
   }
 
   // Group `g` of a query as e4m3, times 2^6 and its scale relative to the query's largest; false where that is not exact.
@@ -303,54 +314,74 @@ struct Scorer {
     return at[0] | at[1] << 8 | at[2] << 16 | static_cast<u32>(at[3]) << 24;
   }
 
-  __device__ __forceinline__ float2 weight_pair(int group, int j) const {
-    return *reinterpret_cast<const float2*>(&m.weights[group][8 * j + lane() % 4 * 2]);
+  // A lane's four weights of two times eight columns stand together.
+  static __device__ __forceinline__ int weight_place(int n) { return n / 16 * 16 + n % 8 / 2 * 4 + n / 8 % 2 * 2 + n % 2; }
+  __device__ __forceinline__ float4 weights_of(int group, int j) const {
+    return *reinterpret_cast<const float4*>(&m.weights[group][8 * j + lane() % 4 * 4]);
+  }
+  __device__ __forceinline__ float4 weights_of(int group, int j, const float (&held)[N / 4]) const {
+    return HELD ? make_float4(held[2 * j], held[2 * j + 1], held[2 * j + 2], held[2 * j + 3]) : weights_of(group, j);
   }
 
-  __device__ __forceinline__ void consume(int group, int count) {
-    u32 c = lane() % 4;
-    int token = warp() % 4 * 16 + lane() / 4, row = -1, next = m.first_row, number = group;
+  // Queries of one block of rows come before its lengths are known, which say how many of its pages are dealt out here.
+  __device__ __forceinline__ int dealt_here(int group) const {
+    int keys = 0;
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) keys = max(keys, m.keys[group][r]);
+    return dealt(pages_in(keys));
+  }
+
+  __device__ __forceinline__ void consume(int group, int next, int count) {
+    int token = warp() % 4 * 16 + lane() / 4;
+    Turn turn(group, count);
     bool odd = false;
     float held[N / 4];
+    Rows rows;
+    rows.first = -1;
 #pragma unroll 1
-    while (number < count) {
-      if (next != row) {  // for the first row before its first page has come
-        row = next;
-        odd = load_queries(group, row, held);
-      }
-      int slot = number % STAGES;
-      barrier_wait(&m.full[slot], number / STAGES & 1);
-      Unit unit = m.unit[slot];
-      next = unit.row;
-      if (next != row) continue;
-      number += GROUPS;
-      float scale[2], sum[ROWS][2];
-      if constexpr (FP4) {
-        score_groups(group, slot, held, sum, scale);
-        if (odd && unit.page >= 0) {
-          store_plainly(group, unit, token);
-          continue;
+    while (turn.left > 0) {
+      if (next != rows.first) {  // for the first row before its first page has come
+        odd = load_queries(group, next, held, rows);
+        if (solo()) {
+          turn = Turn(group, dealt_here(group));
+          if (turn.left == 0) return;
         }
-      } else {
-        score_page(group, slot, token, held, sum, scale);
       }
-      store(group, unit, token, sum, scale);
+      barrier_wait(&m.full[turn.slot], turn.parity);
+      Unit unit = m.unit[turn.slot];
+      next = unit.row;
+      if (next != rows.first) continue;
+      if constexpr (FP4) {
+        float sum[ROWS][2], scale;
+        score_groups(group, turn.slot, held, sum, scale);
+        if (odd && unit.page >= 0) store_plainly(group, unit, token);
+        else store<0, ROWS>(rows, unit, token, sum, scale);
+      } else {
+        score_page(group, turn.slot, rows, unit, token, held);
+      }
+      turn.go_on();
     }
   }
 
-  // FP8: a page's keys as float16, times all heads.
-  __device__ __forceinline__ void score_page(int group, int slot, int token, float (&held)[N / 4],
-                                             float (&sum)[ROWS][2], float (&scale)[2]) const {
+  // The scale of the one key of a lane's two that the lane will store.
+  __device__ __forceinline__ float scale_of(const unsigned char* stage, int token) const {
+    u32 code = reinterpret_cast<const u32*>(stage + PAGE * Element::BYTES)[token + lane() % 2 * 8];
+    return p.e8m0 ? power(code & 255) : __uint_as_float(code);
+  }
+
+  // FP8: a page's keys times all heads.
+  __device__ __forceinline__ void score_page(int group, int slot, const Rows& rows, const Unit& unit, int token,
+                                             float (&held)[N / 4]) const {
     const unsigned char* stage = m.stage[slot];
+    float scale = scale_of(stage, token);
     u32 a[8][4], c = lane() % 4;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
+      const unsigned char* key = stage + (token + 8 * half) * Element::BYTES;
       Element e;
       u32 piece[8][2];
-      e.load(stage + (token + 8 * half) * Element::BYTES, c);
-      u32 code = reinterpret_cast<const u32*>(stage + PAGE * Element::BYTES)[token + 8 * half];
+      e.load(key, c);
       e.decode(piece);
-      scale[half] = p.e8m0 ? power(code & 255) : __uint_as_float(code);
 #pragma unroll
       for (int s = 0; s < 8; s++) {
         a[s][half] = piece[s][0];
@@ -359,18 +390,21 @@ struct Scorer {
     }
     release(slot);
     if constexpr (LARGE) {  // rows are added up while those behind them are still multiplied
-      float low[N / 16][4], high[N / 16][4];
+      float low[N / 16][4], high[N / 16][4], part[ROWS / 2][2];
       multiply<N / 2, N>(low, a, m.columns[group], 0);
       multiply<N / 2, N>(high, a, m.columns[group], N / 2);
       multiplied<1>();
-      weigh<0, ROWS / 2>(group, low, held, sum);
+      weigh<0, ROWS / 2>(group, low, held, part);
+      store<0, ROWS / 2>(rows, unit, token, part, scale);
       multiplied<0>();
-      weigh<ROWS / 2, ROWS>(group, high, held, sum);
+      weigh<ROWS / 2, ROWS>(group, high, held, part);
+      store<ROWS / 2, ROWS>(rows, unit, token, part, scale);
     } else {
-      float d[N / 8][4];
+      float d[N / 8][4], sum[ROWS][2];
       multiply<N, N>(d, a, m.columns[group], 0);
       multiplied<0>();
       weigh<0, ROWS>(group, d, held, sum);
+      store<0, ROWS>(rows, unit, token, sum, scale);
     }
   }
 
@@ -382,7 +416,13 @@ struct Scorer {
 
   // MXFP4: each group of 32 numbers by itself, in e4m3, times 32 heads; groups are added up by their scales.
   __device__ __forceinline__ void score_groups(int group, int slot, float (&held)[N / 4], float (&sum)[ROWS][2],
-                                               float (&scale)[2]) const {
+                                               float& scale) const {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    constexpr int AHEAD = 2;
+#else
+    constexpr int AHEAD = 1;  // a warp waits for its own products anyway
+#endif
+    constexpr int ALL = N / 32 * 4;
     const unsigned char* stage = m.stage[slot];
     u32 a[4][4], first = warp() % 4 * 16;
 #pragma unroll
@@ -397,30 +437,32 @@ struct Scorer {
     }
     // A lane has two of a key's four exponents, which count from the largest.
     u32 codes = reinterpret_cast<const unsigned short*>(stage + PAGE * Element::BYTES)[first * 2 + lane()];
+    release(slot);
+    float d[AHEAD][4][4], all[4][4];
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) multiply_group(d[i], a[i % 4], m.columns[group], i / 4 * 32, i % 4);
     u32 top = max(codes & 255, codes >> 8);
     top = max(top, __shfl_xor_sync(EVERY, top, 1));
     reinterpret_cast<float2*>(m.scales[warp()])[lane()] =
         make_float2(power_below(top - (codes & 255)), power_below(top - (codes >> 8)));
-    scale[0] = power(__shfl_sync(EVERY, top, lane() / 4 * 2));
-    scale[1] = power(__shfl_sync(EVERY, top, lane() / 4 * 2 + 16));
-    release(slot);
+    scale = power(__shfl_sync(EVERY, top, lane() / 4 * 2 + lane() % 2 * 16));
+    __syncwarp();
     float4 low = m.scales[warp()][lane() / 4], high = m.scales[warp()][lane() / 4 + 8];
     float of_low[4] = {low.x, low.y, low.z, low.w}, of_high[4] = {high.x, high.y, high.z, high.w};
 #pragma unroll
     for (int r = 0; r < ROWS; r++) sum[r][0] = sum[r][1] = 0.0f;
 #pragma unroll
-    for (int part = 0; part < N / 32; part++) {
-      float d[2][4][4], all[4][4];
-#pragma unroll
-      for (int pair = 0; pair < 2; pair++) {
-        multiply_group(d[0], a[2 * pair], m.columns[group], 32 * part, 2 * pair);
-        multiply_group(d[1], a[2 * pair + 1], m.columns[group], 32 * part, 2 * pair + 1);
-        multiplied<1>();
-        add_group(all, d[0], of_low[2 * pair], of_high[2 * pair], pair == 0);
-        multiplied<0>();
-        add_group(all, d[1], of_low[2 * pair + 1], of_high[2 * pair + 1], false);
+    for (int i = 0; i < ALL; i++) {
+      constexpr int LAST = ALL - 1;
+      if (LAST - i >= AHEAD - 1) multiplied<AHEAD - 1>();
+      else if (LAST - i == 2) multiplied<2>();
+      else if (LAST - i == 1) multiplied<1>();
+      else multiplied<0>();
+      add_group(all, d[i % AHEAD], of_low[i % 4], of_high[i % 4], i % 4 == 0);
+      if (i + AHEAD < ALL) {
+        multiply_group(d[i % AHEAD], a[(i + AHEAD) % 4], m.columns[group], (i + AHEAD) / 4 * 32, (i + AHEAD) % 4);
       }
-      weigh_part(group, part, all, held, sum[part * 32 / HEADS]);
+      if (i % 4 == 3) weigh_part(group, i / 4, all, held, sum[i / 4 * 32 / HEADS]);
     }
   }
 
@@ -441,37 +483,35 @@ struct Scorer {
     }
   }
 
-  // Rectifies, weighs and adds up 32 columns.
-  __device__ __forceinline__ void weigh_part(int group, int part, const float (&all)[4][4], float (&held)[N / 4],
-                                             float (&sum)[2]) const {
+  // Rectifies, weighs and adds up what a lane holds of two times eight columns, for two keys.
+  static __device__ __forceinline__ void add_weighed(float (&sum)[2], const float (&d)[4], const float (&e)[4], float4 w) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      int j = part * 4 + i;
-      float2 w = HELD ? make_float2(held[2 * j], held[2 * j + 1]) : weight_pair(group, j);
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        sum[half] = fmaf(rectified_twice(all[i][2 * half]), w.x, sum[half]);
-        sum[half] = fmaf(rectified_twice(all[i][2 * half + 1]), w.y, sum[half]);
-      }
+    for (int half = 0; half < 2; half++) {
+      sum[half] = fmaf(rectified_twice(d[2 * half]), w.x, sum[half]);
+      sum[half] = fmaf(rectified_twice(d[2 * half + 1]), w.y, sum[half]);
+      sum[half] = fmaf(rectified_twice(e[2 * half]), w.z, sum[half]);
+      sum[half] = fmaf(rectified_twice(e[2 * half + 1]), w.w, sum[half]);
     }
   }
 
-  // Rectifies, weighs and adds up the heads that this lane holds of rows FIRST to LAST, for two keys.
+  // The same of 32 columns.
+  __device__ __forceinline__ void weigh_part(int group, int part, const float (&all)[4][4], float (&held)[N / 4],
+                                             float (&sum)[2]) const {
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) add_weighed(sum, all[i], all[i + 1], weights_of(group, part * 4 + i, held));
+  }
+
+  // The same of the heads of rows FIRST to LAST.
   template <int FIRST, int LAST>
   __device__ __forceinline__ void weigh(int group, float (&d)[(LAST - FIRST) * HEADS / 8][4], float (&held)[N / 4],
-                                        float (&sum)[ROWS][2]) const {
+                                        float (&sum)[LAST - FIRST][2]) const {
+    constexpr int EACH = HEADS / 8;
 #pragma unroll
-    for (int r = FIRST; r < LAST; r++) {
+    for (int r = 0; r < LAST - FIRST; r++) {
       sum[r][0] = sum[r][1] = 0.0f;
 #pragma unroll
-      for (int i = 0; i < HEADS / 8; i++) {
-        int j = r * (HEADS / 8) + i, k = j - FIRST * (HEADS / 8);
-        float2 w = HELD ? make_float2(held[2 * j], held[2 * j + 1]) : weight_pair(group, j);
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          sum[r][half] = fmaf(rectified_twice(d[k][2 * half]), w.x, sum[r][half]);
-          sum[r][half] = fmaf(rectified_twice(d[k][2 * half + 1]), w.y, sum[r][half]);
-        }
+      for (int i = 0; i < EACH; i += 2) {
+        add_weighed(sum[r], d[r * EACH + i], d[r * EACH + i + 1], weights_of(group, (FIRST + r) * EACH + i, held));
       }
     }
   }
@@ -505,26 +545,28 @@ struct Scorer {
   }
 
   // Adds up the four lanes of each key; lane c then has key c % 2 of every second row, and stores it.
-  __device__ __forceinline__ void store(int group, const Unit& unit, int token, float (&sum)[ROWS][2],
-                                        float (&scale)[2]) {
+  template <int FIRST, int LAST>
+  __device__ __forceinline__ void store(const Rows& rows, const Unit& unit, int token, float (&sum)[LAST - FIRST][2],
+                                        float scale) const {
+    constexpr int SOME = LAST - FIRST;
     u32 half = lane() % 2, odd = lane() / 2 % 2;
-    int place = unit.first + token + 8 * half, block = unit.row / ROWS * ROWS;
-    float factor = half ? scale[1] : scale[0];
-    float one[ROWS];
+    int place = unit.first + token + 8 * half;
+    float factor = 0.5f * scale;
+    float one[SOME];
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) {
+    for (int r = 0; r < SOME; r++) {
       one[r] = half ? sum[r][1] : sum[r][0];
       one[r] += __shfl_xor_sync(EVERY, half ? sum[r][0] : sum[r][1], 1);
     }
-    if constexpr (ROWS == 1) {
-      float score = (one[0] + __shfl_xor_sync(EVERY, one[0], 2)) * 0.5f * factor;
-      if (!odd) put(unit, block, place, score, m.keys[group][0]);
+    if constexpr (SOME == 1) {
+      float score = (one[0] + __shfl_xor_sync(EVERY, one[0], 2)) * factor;
+      if (!odd) put(unit, rows.line, place, score, rows.keys[0]);
     } else {
 #pragma unroll
-      for (int r = 0; r < ROWS; r += 2) {
+      for (int r = 0; r < SOME; r += 2) {
         float mine = odd ? one[r + 1] : one[r];
         mine += __shfl_xor_sync(EVERY, odd ? one[r] : one[r + 1], 2);
-        put(unit, block + r + odd, place, mine * 0.5f * factor, m.keys[group][r + odd]);
+        put(unit, rows.line + (FIRST + r + odd) * p.out_row, place, mine * factor, rows.keys[(FIRST + r) / 2]);
       }
     }
   }
@@ -537,14 +579,14 @@ struct Scorer {
       float sum = add_plainly(page, key, row);
       sum += __shfl_xor_sync(EVERY, sum, 1);
       sum += __shfl_xor_sync(EVERY, sum, 2);
-      if (lane() % 4 == 0) put(unit, row, unit.first + key, sum * 0.5f, m.keys[group][i / 2]);
+      if (lane() % 4 == 0) put(unit, row * p.out_row, unit.first + key, sum * 0.5f, m.keys[group][i / 2]);
     }
   }
 
-  __device__ __forceinline__ void put(const Unit& unit, int row, int place, float score, int keys) const {
+  __device__ __forceinline__ void put(const Unit& unit, long long line, int place, float score, int keys) const {
     if (place >= keys) return;
     if (unit.page < 0) score = -INFINITY;
-    long long at = row * p.out_row + place;
+    long long at = line + place;
     if (p.out_bf16) static_cast<__nv_bfloat16*>(p.out)[at] = __float2bfloat16_rn(score);
     else static_cast<float*>(p.out)[at] = score;
   }
@@ -553,8 +595,8 @@ struct Scorer {
   __device__ __forceinline__ void prefetch_all() const {
     constexpr int LINES = 8192;
     if (p.room <= 0) return;
-    int line = blockIdx.x * THREADS + threadIdx.x;
-    long long table = (p.requests - 1) * p.table_row + (p.room + PAGE - 1) / PAGE;
+    int line = blockIdx.x * GROUPS * 128 + threadIdx.x;
+    long long table = (p.requests - 1) * p.table_row + pages_in(p.room);
     if (table <= LINES * 32 && line * 32 < table) prefetch(p.table + line * 32);
     long long queries = (p.rows - 1) * p.q_row + p.heads * p.q_head;
     if (queries <= LINES * 128 && line * 128 < queries) prefetch(p.q + line * 128);
@@ -562,48 +604,40 @@ struct Scorer {
 
   __device__ __forceinline__ void run() {
     let_followers_start();
-    if (threadIdx.x < STAGES) {
-      barrier_init(&m.full[threadIdx.x], 1);
-      barrier_init(&m.empty[threadIdx.x], 4);
+    int group = __shfl_sync(EVERY, warp() / 4, 0);  // known to be the same in all lanes
+    if (warp() == GROUPS * 4 && lane() < STAGES) {
+      barrier_init(&m.full[lane()], 1);
+      barrier_init(&m.empty[lane()], 4);
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
       publish();
     }
-    int count;
-    if (p.rows <= 32) {
-      int row = 0, first = 0, all = 0;
-      count = share_few(row, first, all);
-      if (threadIdx.x == 0) {
-        m.first_row = row;
-        m.first_unit = first;
-        m.first_pages = all;
-      }
-      __syncthreads();
-    } else {
-      prefetch_all();
-      count = share();  // synchronises
-    }
-    if (count == 0) return;
-    int group = __shfl_sync(EVERY, warp() / 4, 0);  // known to be the same in all lanes
+    Share mine{0, 0, 1 << 30};
+    if (group < GROUPS && !solo()) prefetch_all();
+    if (p.rows > 32) mine = share_many();  // synchronises
+    else __syncthreads();
     if (group == GROUPS) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-      if constexpr (LARGE) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+#if defined(OWN_INSTRUCTIONS)
+      asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FEW));
 #endif
-      if (warp() == GROUPS * 4) produce(count);
-    } else {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-      if constexpr (LARGE) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-#endif
-      consume(group, count);
+      if (warp() == GROUPS * 4) produce(mine);
+      return;
     }
+#if defined(OWN_INSTRUCTIONS)
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MOST < 232 ? MOST : 232));
+#endif
+    if (p.rows <= 32 && !solo()) mine = share_few();
+    consume(group, mine.row, mine.count);
   }
 };
 
 // N columns of heads padded to HEADS; warpgroups; pages in the ring.
-#define SCORES(NAME, ELEMENT, N, HEADS, GROUPS, STAGES)                                                            \
-  extern "C" __global__ void __launch_bounds__(Scorer<ELEMENT, N, HEADS, GROUPS, STAGES>::THREADS, 1) NAME(const __grid_constant__ Scoring p) {     \
-    extern __shared__ __align__(1024) unsigned char memory[];                                                      \
-    using This = Scorer<ELEMENT, N, HEADS, GROUPS, STAGES>;                                                        \
-    This{p, *reinterpret_cast<This::Memory*>(memory)}.run();                                                       \
-  }                                                                                                                \
-  static_assert(sizeof(Ring<ELEMENT, N, GROUPS, STAGES>) <= 232448, "no block has so much shared memory");           \
+#define SCORES(NAME, ELEMENT, N, HEADS, GROUPS, STAGES)                                                              \
+  extern "C" __global__ void __launch_bounds__(Scorer<ELEMENT, N, HEADS, GROUPS, STAGES>::THREADS, 1)                \
+      NAME(const __grid_constant__ Scoring p) {                                                                      \
+    extern __shared__ __align__(1024) unsigned char memory[];                                                        \
+    using This = Scorer<ELEMENT, N, HEADS, GROUPS, STAGES>;                                                          \
+    This{p, *reinterpret_cast<This::Memory*>(memory)}.run();                                                         \
+  }                                                                                                                  \
+  static_assert(sizeof(Ring<ELEMENT, N, GROUPS, STAGES>) <= 232448, "no block has so much shared memory");             \
+  static_assert(STAGES <= 32, "a lane begins each barrier");                                                          \
   static_assert(STAGES % GROUPS == 0, "a warpgroup that is ahead would take the page before for the one it waits for");
