@@ -112,7 +112,7 @@ struct Row {
   const Score* base; // the whole vector that holds it
   int start, skew;   // first column; columns of that vector before it
   int n, rank;       // keys; this block's number in the cluster
-  int length;
+  int length, request;
 
   __device__ __forceinline__ Row(const Selection& p) : p(p) {
     u32 cluster = blockIdx.x, block = 0;
@@ -123,6 +123,7 @@ struct Row {
     row = cluster;
     rank = block;
     length = p.row_len[row * p.len_stride];
+    request = p.row_req ? p.row_req[row * p.req_stride] : 0;
     start = p.row_start ? min(max(p.row_start[row * p.start_stride], 0), p.width) : 0;
     at = static_cast<const Score*>(p.scores) + row * p.scores_row + start;
     skew = static_cast<int>(reinterpret_cast<u64>(at) % 16 / sizeof(Score));
@@ -131,10 +132,7 @@ struct Row {
 
   __device__ __forceinline__ void measure() {
     n = min(local_length(length, p.shard), p.width - start);
-    if (p.row_req && n > 0) {
-      int request = p.row_req[row * p.req_stride];
-      if (request < 0 || request >= p.requests) n = 0;
-    }
+    if (p.row_req && (request < 0 || request >= p.requests)) n = min(n, 0);
   }
 
   __device__ __forceinline__ u32 key_of(float x) const { return ordinal(ROUND ? rounded(x) : x); }
@@ -173,8 +171,7 @@ struct Row {
     if (rank) return;
     constexpr int EACH = MOST_K / THREADS;
     int* out = p.out + row * p.out_row;
-    int request = n > 0 ? p.row_req[row * p.req_stride] : 0;
-    const int* table = p.table + request * p.table_row;
+    const int* table = p.table + (n > 0 ? request : 0) * p.table_row;
     int slot[EACH];
     float score[EACH];
     u32 mine = 0, total;
