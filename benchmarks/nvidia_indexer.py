@@ -22,8 +22,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -287,19 +289,16 @@ def selections_of_searches(peers: Peers) -> Iterator[dict[str, Any]]:
             yield {"search": f"FP8 {requests} × {context // K}K", "peer": peer[0], "peer_ms": peer[1] / 1e3}
 
 
-def host(run: Callable[[], Any], calls: int = 400) -> float:
-    """Return the host's time of a call in µs."""
-    import time
-
-    for _ in range(50):
-        run()
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(calls):
-        run()
-    spent = (time.perf_counter() - begin) / calls * 1e6
-    torch.cuda.synchronize()
-    return spent
+def host(run: Callable[[], Any], rounds: int = 11, calls: int = 300) -> float:
+    """Return the host's time of a call in µs: of some rounds the median, since a core does other things too."""
+    spent = []
+    for _ in range(rounds + 1):
+        begin = time.perf_counter()
+        for _ in range(calls):
+            run()
+        spent.append((time.perf_counter() - begin) / calls * 1e6)
+        torch.cuda.synchronize()
+    return statistics.median(spent[1:])
 
 
 def hosts() -> Iterator[dict[str, Any]]:
