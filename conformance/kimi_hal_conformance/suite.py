@@ -68,6 +68,11 @@ def run(
     answers, outcome = answered(running, loaded, request, progress)
     verdicts = [v for s in found for v in concluded(s, joined(s, before[s.key], answers[s.key]), request)]
     judged, waived = waivers.apply(request.waivers, verdicts, suite=__version__, today=started.date())
+    could, interrupted = list[CouldBe](), outcome.interrupted
+    try:
+        could = [] if interrupted else beyond(found, verdicts, loaded, probe, request)
+    except KeyboardInterrupt:  # the cases have their verdicts
+        interrupted = True
     return compose(
         suite_version=__version__,
         backend=loaded.name,
@@ -76,8 +81,8 @@ def run(
         not_implemented=missing(loaded, request.operators),
         verdicts=disproven(judged, judge),
         waivers=waived,
-        could_be_claimed=() if outcome.interrupted else beyond(found, verdicts, loaded, probe, request),
-        interrupted=outcome.interrupted,
+        could_be_claimed=could,
+        interrupted=interrupted,
     )
 
 
@@ -161,7 +166,11 @@ def _check_made(request: Request) -> None:
 def beyond(
     found: Sequence[Schedule], verdicts: Sequence[Verdict], loaded: Loaded, probe: Probe, request: Request
 ) -> list[CouldBe]:
-    """Return what passes although nobody claims it, where that is asked for (``Request.undeclared``)."""
+    """Return what passes although nobody claims it, where that is asked for (``Request.undeclared``).
+
+    Raises:
+        KeyboardInterrupt: it was interrupted.
+    """
     wanted = request.undeclared
     if wanted is None:
         wanted = on_host(loaded, request) and request.chosen_profile in (STANDARD, FULL)

@@ -9,6 +9,8 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -16,10 +18,12 @@ from conformance_runs import report
 from plugin_package import installed, write
 
 from kimi_hal_conformance import suite
+from kimi_hal_conformance.claims import unclaimed
 from kimi_hal_conformance.cli import cli
 from kimi_hal_conformance.interruption import SIGNALS
 from kimi_hal_conformance.report import summary
 from kimi_hal_conformance.request import Request
+from kimi_hal_conformance.runner import Outcome
 from kimi_hal_conformance.schema import INTERRUPTED, read
 from kimi_hal_conformance.verdict import NOT_RUN, PASSED
 
@@ -108,6 +112,22 @@ def test_who_is_impatient_loses_nothing(folder: Path) -> None:
     status, output, _ = interrupted(folder, "--json", str(path), by=(signal.SIGTERM, signal.SIGINT))
     assert status == 130, output
     assert [v.status for v in read(path.read_bytes()).verdicts] == [PASSED, PASSED, NOT_RUN]
+
+
+def test_an_interruption_behind_the_cases_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is tried beyond the claims comes last, and may take longer than all before it."""
+
+    def interrupt(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(suite, "run_batches", lambda batches, *given: Outcome(tuple(() for _ in batches), {}))
+    monkeypatch.setattr(suite, "beyond", interrupt)
+    found = suite.run(Request("reference", only=CASES, undeclared=True))
+    assert found.verdict == INTERRUPTED
+    assert len(found.verdicts) == len(CASES)
+    attempt: Any = SimpleNamespace(batch=SimpleNamespace(cases=CASES))
+    with pytest.raises(KeyboardInterrupt):
+        unclaimed.passed([attempt], lambda batches: Outcome(((),), {}, interrupted=True))
 
 
 def test_what_is_interrupted_before_anything_was_found_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,11 +77,17 @@ class Attempt:
 
 
 def passed(attempts: Sequence[Attempt], run: Callable[[Sequence[Batch]], Outcome]) -> list[CouldBe]:
-    """Run the attempts and return what passed."""
+    """Run the attempts and return what passed.
+
+    Raises:
+        KeyboardInterrupt: that was interrupted.
+    """
     tried = [attempt for attempt in attempts if attempt.batch.cases]
     if not tried:
         return []
     outcome = run([attempt.batch for attempt in tried])
+    if outcome.interrupted:
+        raise KeyboardInterrupt
     return [
         could
         for attempt, verdicts in zip(tried, outcome.verdicts, strict=True)
