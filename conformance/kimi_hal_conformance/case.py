@@ -127,6 +127,15 @@ def generator(case: Case, seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(mixed & (2**63 - 1))
 
 
+def nbytes(value: Any) -> int:
+    """Return the bytes of every tensor inside a value."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    if isinstance(value, Mapping):
+        return sum(map(nbytes, value.values()))
+    return sum(map(nbytes, value)) if isinstance(value, list | tuple) else 0
+
+
 def hash_text(text: str) -> int:
     """Return a stable 64-bit hash (Python's own is salted by process)."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")

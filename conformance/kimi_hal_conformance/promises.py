@@ -12,7 +12,7 @@ from torch import Tensor
 from kimi_hal import ops
 from kimi_hal.dispatch.contract import Properties
 from kimi_hal_conformance.calls import Called, Subject
-from kimi_hal_conformance.case import Case, drawn
+from kimi_hal_conformance.case import Case, drawn, nbytes
 from kimi_hal_conformance.levels import (
     BATCH_INVARIANT,
     CAPTURE,
@@ -25,7 +25,7 @@ from kimi_hal_conformance.levels import (
 from kimi_hal_conformance.oracle import Answer, Question
 from kimi_hal_conformance.poison import same_bits
 from kimi_hal_conformance.ranks import on_ranks, questions
-from kimi_hal_conformance.relations import RELATIONS, captured, lasting, shards
+from kimi_hal_conformance.relations import RELATIONS, captured, lasting, often, shards
 from kimi_hal_conformance.relations import on_ranks as over_ranks
 from kimi_hal_conformance.relations.captured import untried
 from kimi_hal_conformance.relations.checkpoints import resumed, resumes
@@ -45,6 +45,13 @@ ENOUGH = 10.0
 OWN_MOST, OWN = 2.0, 0.25
 #: Seconds after which nothing more is begun.
 LONG = 20.0
+#: Bytes of operands beyond which relations, which make a call twenty times in memory of its own, are not tried in
+#: passing where the host computes: the same operator of fewer heads or experts shows the same.
+HEAVY = 48 << 20
+#: Relations on so many cases are relations on every one, heavy or not.
+EVERY = 1 << 16
+#: Repeats with which one small call is made very often, too.
+PATIENT = 19
 #: Rows of more calls than these are cut off and called alone although they change a pool: blocks have no more.
 MANY_ROWS = 64
 
@@ -57,11 +64,13 @@ class Effort:
         repeats: calls beside the first, one at least and no more than there is time for; 0: no bits are compared.
         relations: what must hold between calls, and capture.
         lasting: that results stay what they are while later calls are made (``relations/lasting.py``).
+        often: that the hundredth call of a plan is like the first (``relations/often.py``).
     """
 
     repeats: int = 0
     relations: bool = False
     lasting: bool = False
+    often: bool = False
 
 
 #: Nothing is tried beyond the values.
@@ -83,17 +92,20 @@ class Allowance:
     Args:
         relations: on so many more cases that show what relations can.
         lasting: whether no case has yet shown that results last.
+        often: whether no case has yet been called very often.
         shown: names of the operands of the cases that they were tried on.
     """
 
     relations: int
     lasting: bool = True
+    often: bool = True
     shown: set[str] = field(default_factory=set)
 
-    def effort(self, repeats: int, operands: Set[str] = frozenset()) -> Effort:
-        """Return how much the next case is to try, which has operands of these names."""
+    def effort(self, repeats: int, operands: Set[str] = frozenset(), heavy: bool = False) -> Effort:
+        """Return how much the next case is to try, which has operands of these names, and maybe very large ones."""
         relations = self.relations > 0 or bool(self.shown and operands - self.shown)
-        return Effort(repeats, relations, self.lasting or relations)
+        relations = relations and (not heavy or self.relations > EVERY)
+        return Effort(repeats, relations, self.lasting or relations, self.often and repeats >= PATIENT)
 
     def spend(self, tried: Iterable[str], operands: Set[str] = frozenset()) -> None:
         """Take off what a case has tried."""
@@ -101,6 +113,7 @@ class Allowance:
             self.relations -= 1
             self.shown |= operands
         self.lasting = self.lasting and LASTING not in tried
+        self.often = self.often and often.NAME not in tried
 
 
 def operand_names(case: Case, seed: int) -> Set[str]:
@@ -114,6 +127,16 @@ def operand_names(case: Case, seed: int) -> Set[str]:
         return {name + of for name, value in given.items() if value is not None}
     except Exception:  # whoever runs the case says why
         return frozenset()
+
+
+def heavy(case: Case, subject: Subject, seed: int) -> bool:
+    """Tell whether the host computes, and on operands of more than ``HEAVY`` bytes."""
+    if case.sparse or torch.device(subject.device).type != "cpu":
+        return False
+    try:
+        return nbytes(drawn(case, seed)) > HEAVY
+    except Exception:  # whoever runs the case says why
+        return False
 
 
 @dataclass(frozen=True)
@@ -187,6 +210,8 @@ def trials(
             yield CHECKPOINT_EXACT, resumed(ground)
     if effort.lasting and lasting.applies(case):
         yield LASTING, lasting.problems(case, subject, seed)
+    if effort.often and not case.sparse and often.applies(ground):
+        yield often.NAME, often.problems(ground)
     if effort.relations and over_ranks.applies(case, seed):
         yield over_ranks.NAME, over_ranks.problems(case, subject, seed)
     if not effort.relations or case.ranks:

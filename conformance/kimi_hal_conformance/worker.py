@@ -46,7 +46,7 @@ from kimi_hal_conformance.messages import (
     send,
 )
 from kimi_hal_conformance.poison import no_canaries
-from kimi_hal_conformance.promises import Allowance, Effort, operand_names
+from kimi_hal_conformance.promises import Allowance, Effort, heavy, operand_names
 from kimi_hal_conformance.shrink import described as operands_of
 from kimi_hal_conformance.shrink import smallest
 from kimi_hal_conformance.speed.timing import UntimedError, timed
@@ -161,7 +161,7 @@ def tried(case: Case, batch: Batch, subject: Subject, left: Allowance) -> tuple[
         effort = Effort(min(batch.repeats, 1))
     else:
         operands = operand_names(case, batch.seed)
-        effort = left.effort(batch.repeats, operands)
+        effort = left.effort(batch.repeats, operands, heavy(case, subject, batch.seed))
     verdict = run_case(case, subject, batch.seed, effort)
     left.spend(verdict.promises, operands)
     return verdict, effort

@@ -164,7 +164,7 @@ def test_tests_are_ordered_by_the_size_of_their_operands() -> None:
     small, large = "merge_attn_states/parts3/heads5/dim130/bfloat16/rows1", "sparse_mla/tp8/top2048"
     assert worker.size("ownership/lengths", 0) == 0
     assert 0 < worker.size(small, 0) < worker.size(large, 0)
-    assert worker.nbytes({"a": [torch.zeros(2), torch.zeros(3)], "b": None}) == 20
+    assert cases.nbytes({"a": [torch.zeros(2), torch.zeros(3)], "b": None}) == 20
 
 
 # ---- processes --------------------------------------------------------------------------------------------

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from conformance_runs import once
 from plugin_package import installed, write
 
 from kimi_hal_conformance import suite
+from kimi_hal_conformance.promises import PATIENT, Allowance
 from kimi_hal_conformance.request import Request
 from kimi_hal_conformance.schema import Report
 from kimi_hal_conformance.verdict import FAILED, PASSED, Verdict
@@ -43,6 +46,7 @@ IMPLEMENTATIONS = (
     promising("merge_attn_states", "adds_up"),
     promising("merge_attn_states", "first_size"),
     promising("merge_attn_states", "largest"),
+    promising("merge_attn_states", "every_256th"),
     promising("merge_attn_states", "only_where_unwritten"),
     promising("merge_attn_states", "two_at_once", concurrent=True),
     promising("merge_attn_states", "shares", concurrent=True),
@@ -132,6 +136,19 @@ def first_size(ctx):
         rows.append(given["outs"].shape[1])
         if given["out"] is None and rows[-1] < rows[0]:
             results[0][-1] = 0.0
+        return results
+
+    return around(ctx, change)
+
+
+def every_256th(ctx):
+    # A counter of one byte comes round.
+    calls = []
+
+    def change(given, results):
+        calls.append(1)
+        if len(calls) % 256 == 0:
+            results[0].mul_(2)
         return results
 
     return around(ctx, change)
@@ -490,3 +507,18 @@ def test_a_relation_kills_what_every_plain_call_lets_pass(
     assert found.promises[-1:] == (killed_by,), found.problems
     assert found.level == level
     assert found.problems[0].startswith(problem), found.problems
+
+
+def test_one_small_call_of_a_plan_is_made_hundreds_of_times_in_standard(tmp_path: Path) -> None:
+    write(tmp_path, "related", IMPLEMENTATIONS, KERNELS.replace("{BIAS}", "4.5e-7"))
+    with installed(tmp_path):
+        few = Request("related", only=(MERGE,), implementation="related.every_256th")
+        assert [v.status for v in suite.run(few).verdicts] == [PASSED]
+        (found,) = suite.run(replace(few, repeats=PATIENT)).verdicts
+    assert (found.status, found.promises[-1], found.level) == (FAILED, "often", 2)
+    assert found.problems[0] == "call 256 of one plan: out has other bits than of call 1"
+
+
+def test_relations_leave_out_what_is_heavy_where_not_every_case_is_asked_for() -> None:
+    assert not Allowance(16).effort(0, heavy=True).relations
+    assert Allowance(1 << 20).effort(0, heavy=True).relations

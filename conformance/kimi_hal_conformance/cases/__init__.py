@@ -31,6 +31,7 @@ THROUGHOUT = (
     "index_scales",
     "operand_dtypes",
     "many_rows",
+    "prefill_sizes",
     "missing_pages",
     "score_widths",
 )

@@ -7,6 +7,7 @@ slots and rows stand so far apart that an offset in elements, too, is behind 2^3
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from kimi_hal.ops.moe import MoESpec, RouteSpec
 from kimi_hal.ops.sparse_mla import MergeSpec, SparseMLASpec, StoreLatentSpec
 from kimi_hal.ops.spec import Limits, Spec
 from kimi_hal.ops.topk_merge import TopKSpec
-from kimi_hal_conformance.case import INTERP, Case, Make, add
+from kimi_hal_conformance.case import INTERP, STANDARD, Case, Make, add
 from kimi_hal_conformance.cases.composites import dsa_operands, dsa_spec
 from kimi_hal_conformance.cases.composites import kda_operands as layer_operands
 from kimi_hal_conformance.cases.indexer import FP8, query_operands, score_operands, store_operands
@@ -100,6 +101,17 @@ def caches() -> Iterator[Case]:
     yield cached("dsa_decode/edges/far-pages", dsa, dsa_operands(dsa, (200, 1, 77), False), tables)
 
 
+def far_ids() -> Iterator[Case]:
+    """A store whose slots have odd numbers behind 2^24, which float32 does not hold."""
+    name, page = "latent.nvfp4.352", 64
+    stride = int(latent_store_operands(name, page, 1)(torch.Generator().manual_seed(0))["cache"].stride(0))
+    first = (1 << 24) // page
+    cache = Sparse((first, first + 2, 0, first + 3), rows=first + 4, stride=stride, ids={"slots": page})
+    spec, label = StoreLatentSpec(latent=name, page=page), "store_latent/edges/odd-far-slots"
+    make = latent_store_operands(name, page, 60)
+    yield replace(case(label, spec, make, {"cache": cache}), since=STANDARD)
+
+
 def states() -> Iterator[Case]:
     """Every operator over state slots."""
     spec = KDASpec(num_heads=2, head_dim=16)
@@ -152,5 +164,6 @@ WHY = {
 }
 
 add(caches(), WHY)
+add(far_ids(), {"store_latent/": "Odd slots behind 2^24: a number that float32 rounds is another slot's."})
 add(states(), WHY)
 add(rows(), WHY)

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import msgspec
 import torch
@@ -80,16 +80,7 @@ def size(test: str, seed: int) -> int:
     if test in PROPERTIES:
         return 0
     case = cases.get(test)
-    return nbytes(case.make(cases.generator(case, seed)))
-
-
-def nbytes(value: Any) -> int:
-    """Return the bytes of every tensor inside a value."""
-    if isinstance(value, torch.Tensor):
-        return value.nbytes
-    if isinstance(value, Mapping):
-        return sum(map(nbytes, value.values()))
-    return sum(map(nbytes, value)) if isinstance(value, list | tuple) else 0
+    return cases.nbytes(case.make(cases.generator(case, seed)))
 
 
 def tried(job: Job, announce: Callable[[str], None]) -> Outcome:
