@@ -13,10 +13,11 @@ pytest.importorskip("torch_xla", reason="needs the environment of `nox -s tpu_xl
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 
 import empty_cases
-from empty_cases import BUSY, EXPERTS, KDA, PLAIN, Case, always, attended, attention, ran, some
+from empty_cases import EXPERTS, KDA, PLAIN, Case, always, attended, attention, ran, some
 
 from kimi_hal.dispatch import policy
 from kimi_hal.dispatch.contract import Probe
+from kimi_hal.ops.all_gather import GatherSpec
 from kimi_hal_tpu import plugin
 
 PLACES = {"native": "xla", "interpreted": "cpu"}
@@ -34,7 +35,11 @@ CASES: dict[str, Case] = {
         attention("latent.bf16", "local"),
         always(lambda: attended("latent.bf16", R=3)),
     ),
-    "all_gather": BUSY["all_gather/token_order"],
+    "all_gather": (
+        "all_gather",
+        GatherSpec(layout="token_order", dtype="float32"),
+        always(lambda: {"x": torch.randn(8, 3)}),
+    ),
 }
 #: Operators with loops whose steps are traced apart.
 LOOPS: dict[str, Case] = {
