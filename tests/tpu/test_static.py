@@ -43,6 +43,7 @@ def test_rows_of_the_device_are_taken_as_they_are_and_those_of_the_host_padded()
     limits = Limits(max_rows=12, max_reqs=2)
     assert buckets.on_device(limits) == (8, 12)
     assert (rows_of("xla", limits, 12), rows_of("cpu", limits, 12)) == (None, 16)
+    assert rows_of("cpu:0", limits, 5) == 8
     with pytest.raises(ContractError, match="T=5 is in no bucket; this plan compiles for 8, 12"):
         rows_of("xla", limits, 5)
 
