@@ -40,8 +40,9 @@ def run_case(case: Case, subject: Subject, seed: int, effort: Effort = NONE) -> 
     try:
         problems, measures, last = try_case(case, subject, seed)
         if not problems:
+            before = Surroundings.now()
             promises = kept(case, subject, seed, effort, last)
-            problems = list(promises.problems)
+            problems = [*promises.problems, *before.restored("a later call")]
             level = promises.level or level
         status = FAILED if problems else PASSED
     except KeyboardInterrupt:

@@ -6,7 +6,11 @@ kernels and the answer to which it is held.
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import logging
 import os
+import random
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,17 +24,56 @@ KEPT, FLUSHED = "kept", "flushed"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 
 
+#: How this thread rounds a sum that no number is: to the nearest number, as everything is defined, or otherwise.
+NEAREST, DIRECTED = "to nearest", "up, down or to zero"
+#: C's name for the first, on every machine that torch runs on.
+FE_TONEAREST = 0
+
+
 @dataclass(frozen=True)
 class Setting:
-    """One setting of a process: how it is read, and how it is put back."""
+    """One setting of a process: how it is read, and how it is put back.
+
+    Args:
+        read: returns it.
+        put: sets it to what was read before.
+        told: what was read says something to a reader.
+    """
 
     read: Callable[[], Any]
     put: Callable[[Any], object]
+    told: bool = True
 
 
 def _subnormals() -> str:
     smallest = torch.tensor([1], dtype=torch.int32).view(torch.float32)
     return KEPT if (smallest * 1.0).view(torch.int32).item() else FLUSHED
+
+
+def _rounding() -> str:
+    """Add what a double cannot hold, above and below half of its last bit; read at run time, for no one may fold it."""
+    one, above, below = (float(text) for text in ("1", "1.6653345369377348e-16", "5.551115123125783e-17"))
+    return NEAREST if one + above > one and one + below == one else DIRECTED
+
+
+def _round(before: str) -> None:
+    if before == NEAREST:
+        ctypes.CDLL(None).fesetround(FE_TONEAREST)
+
+
+def _autocast(device: str) -> Setting:
+    return Setting(
+        lambda: torch.is_autocast_enabled(device),
+        lambda before: torch.set_autocast_enabled(device, before),
+    )
+
+
+def _generator() -> tuple[int, ...]:
+    return tuple(torch.random.get_rng_state().tolist())
+
+
+def _put_generator(before: tuple[int, ...]) -> None:
+    torch.random.set_rng_state(torch.tensor(before, dtype=torch.uint8))
 
 
 def _folder() -> str:
@@ -52,6 +95,9 @@ def _handler(number: int) -> Setting:
     )
 
 
+#: Kinds of devices whose products an autocast that is left on would round, the oracle's among them.
+AUTOCAST = ("cpu", "cuda")
+
 SETTINGS: Mapping[str, Setting] = {
     "torch's default dtype": Setting(torch.get_default_dtype, torch.set_default_dtype),
     "torch's default device": Setting(torch.get_default_device, torch.set_default_device),
@@ -66,6 +112,14 @@ SETTINGS: Mapping[str, Setting] = {
     "how this thread rounds subnormals": Setting(
         _subnormals, lambda before: torch.set_flush_denormal(before == FLUSHED)
     ),
+    "how this thread rounds": Setting(_rounding, _round),
+    **{f"autocast on {device}": _autocast(device) for device in AUTOCAST},
+    "the state of torch's default generator": Setting(_generator, _put_generator, told=False),
+    "the state of Python's default generator": Setting(random.getstate, random.setstate, told=False),
+    "Python's garbage collection": Setting(
+        gc.isenabled, lambda before: gc.enable() if before else gc.disable()
+    ),
+    "what logging leaves out": Setting(lambda: logging.root.manager.disable, logging.disable),
     "the working folder": Setting(_folder, _put_folder),
     **{f"the handler of {number.name}": _handler(number) for number in SIGNALS},
 }
@@ -91,7 +145,8 @@ class Surroundings:
             after = SETTINGS[name].read()
             if after != before:
                 SETTINGS[name].put(before)
-                yield f"{who} changed {name}: {_said(before)} before, {_said(after)} after"
+                said = f": {_said(before)} before, {_said(after)} after" if SETTINGS[name].told else ""
+                yield f"{who} changed {name}{said}"
 
 
 def _said(value: Any) -> str:

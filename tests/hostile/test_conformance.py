@@ -5,6 +5,7 @@ One plugin with one implementation a misdeed, run once on one case.
 
 from __future__ import annotations
 
+import platform
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,10 +22,11 @@ from kimi_hal_conformance.schema import Report
 from kimi_hal_conformance.verdict import CRASHED, FAILED, PASSED, Verdict
 
 CASE = "merge_attn_states/parts3/heads5/dim130/float32/rows7"
+DOWNWARD = {"x86_64": 0x400, "aarch64": 0x800000}[platform.machine()]  # of C's fesetround
 MARK = "299.25"  # the seconds for which a process that is left behind sleeps
 
 KERNELS = f"""
-import os, signal, subprocess, tempfile
+import ctypes, gc, logging, os, random, signal, subprocess, tempfile
 import torch
 from kimi_hal.reference.backend import build as reference
 
@@ -104,6 +106,37 @@ def folder(out, lse, given):
 @fault
 def alarms(out, lse, given):
     signal.signal(signal.SIGALRM, signal.SIG_IGN)
+
+
+@fault
+def autocast(out, lse, given):
+    torch.set_autocast_enabled("cpu", True)
+    out.mul_(1.01)  # which a judge in bfloat16 would let pass
+
+
+@fault
+def rounding(out, lse, given):
+    ctypes.CDLL(None).fesetround({DOWNWARD})
+
+
+@fault
+def draws(out, lse, given):
+    torch.rand(1)
+
+
+@fault
+def python_draws(out, lse, given):
+    random.random()
+
+
+@fault
+def garbage(out, lse, given):
+    gc.disable()
+
+
+@fault
+def silence(out, lse, given):
+    logging.disable()
 
 
 @fault
@@ -227,11 +260,23 @@ def test_a_result_that_is_not_what_it_seems_fails(
         ("subnormals", "the call changed how this thread rounds subnormals: kept before, flushed after"),
         ("products", "the call changed torch's precision of float32 products: highest before, medium after"),
         ("alarms", "the call changed the handler of SIGALRM: SIG_DFL before, SIG_IGN after"),
+        ("rounding", "the call changed how this thread rounds: to nearest before, up, down or to zero after"),
+        ("draws", "the call changed the state of torch's default generator"),
+        ("python_draws", "the call changed the state of Python's default generator"),
+        ("garbage", "the call changed Python's garbage collection: on before, off after"),
+        ("silence", "the call changed what logging leaves out: 0 before, 50 after"),
     ],
 )
 def test_a_call_that_changes_its_process_fails(verdicts: dict[str, Verdict], name: str, problem: str) -> None:
     assert verdicts[name].status == FAILED
     assert verdicts[name].problems == (problem,)
+
+
+def test_a_judge_computes_with_settings_of_its_own(verdicts: dict[str, Verdict]) -> None:
+    found = verdicts["autocast"]
+    assert found.status == FAILED
+    assert found.problems[0] == "the call changed autocast on cpu: off before, on after"
+    assert found.problems[1].startswith("out: error ")
 
 
 @pytest.mark.parametrize(
