@@ -7,9 +7,9 @@ Predictions, written before the last change (copy 4.26 TB/s measured):
   way, so that instructions are there: 1 × 8K 7.3, 64 × 8K 8.5, both together at 1 × 8K 10.5.
 * host: operands laid out like those of the call before are recognised by one comparison: 9.5 µs for scores, 7 for a
   selection.
-* FP8 scores: lengths, requests, page numbers and queries under way together instead of one behind the other: a
-  microsecond less everywhere: 1 × 8K 7.0, 1 × 128K 12.5, 64 × 128K 290.
-* MXFP4: groups of 32 multiplied as e4m3, whose sums are exact: 240 instructions a page, not 300: 64 × 128K 240.
+* FP8 scores: a single request's pages asked for before its length is known, keys that leave the cache first: 1 × 8K 6 µs,
+  1 × 128K 10, 8 × 128K 40, 64 × 128K 280; prefill as before.
+* MXFP4: five warpgroups that get the registers of the one that copies: 64 × 128K 190.
 * both together: the selection is launched while scores are still written, 2 µs less than one after the other.
 
 ``python -m benchmarks nvidia_indexer`` needs an H200. Peers are timed where they can be loaded: ``DEEPGEMM`` names a
