@@ -7,8 +7,8 @@ Predictions, written before the last change (copy 4.26 TB/s measured):
   way, so that instructions are there: 1 × 8K 7.3, 64 × 8K 8.5, both together at 1 × 8K 10.5.
 * host: operands laid out like those of the call before are recognised by one comparison: 9.5 µs for scores, 7 for a
   selection.
-* FP8 scores: a single request's pages asked for before its length is known, keys that leave the cache first: 1 × 8K 6 µs,
-  1 × 128K 10, 8 × 128K 40, 64 × 128K 280; prefill as before.
+* FP8 scores: a single request's pages asked for before its length is known, keys that leave the cache first: 1 × 8K
+  6 µs, 1 × 128K 10, 8 × 128K 40, 64 × 128K 280; prefill as before.
 * MXFP4: five warpgroups that get the registers of the one that copies: 64 × 128K 190.
 * both together: the selection is launched while scores are still written, 2 µs less than one after the other.
 
