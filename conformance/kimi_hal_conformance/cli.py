@@ -16,6 +16,7 @@ from kimi_hal_conformance.listing import listing
 from kimi_hal_conformance.mutants.command import prove
 from kimi_hal_conformance.replay import replay
 from kimi_hal_conformance.show import apart, html_option, in_a_folder, show
+from kimi_hal_conformance.terminal import Terminal, say
 
 
 @click.group()
@@ -121,7 +122,6 @@ def run(
     from kimi_hal_conformance.progress import Progress
     from kimi_hal_conformance.request import Request
     from kimi_hal_conformance.schema import INTERRUPTED
-    from kimi_hal_conformance.terminal import Terminal
 
     compiling.refuse(ctx, compile_only)
     apart(json=json_path, junitxml=junitxml, html=html, waivers=waivers_path)
@@ -158,11 +158,11 @@ def run(
     unwritten = files.unwritten(report, wanted)  # before anything is printed, which nobody may read
     output.print_report(report, console)
     for line in unwritten.values():
-        console.print(line, style="bold red", markup=False, highlight=False, soft_wrap=True)
+        say(console, line, "bold red")
     if report.verdict == INTERRUPTED:
         kept = json_path and json_path not in unwritten
         line = f"go on with --resume {json_path}" if kept else "--json FILE would have kept it"
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        say(console, line)
         ctx.exit(STATUS)
     ctx.exit(0 if report.ok and not unwritten else 1)
 

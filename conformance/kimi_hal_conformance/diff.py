@@ -11,6 +11,7 @@ import click
 from rich.console import Console
 
 from kimi_hal_conformance.asked import Between
+from kimi_hal_conformance.terminal import Terminal, say
 
 if TYPE_CHECKING:
     from kimi_hal_conformance.changes import Change
@@ -40,7 +41,6 @@ def diff(ctx: click.Context, old: Path, new: Path, factor: float) -> None:
     """
     from kimi_hal_conformance.changes import WORSE, ComparisonError, changes
     from kimi_hal_conformance.show import stored
-    from kimi_hal_conformance.terminal import Terminal
 
     try:
         found = list(changes(stored(old), stored(new), factor))
@@ -55,7 +55,7 @@ def print_changes(found: Sequence[Change], console: Console) -> None:
     for effect, style in STYLE.items():
         for change in (c for c in found if c.effect == effect):
             line = f"{effect:6}  {change.kind}: {change.subject}: {change.before} → {change.after}"
-            console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+            say(console, line, style)
     counts = Counter(change.effect for change in found)
     said = ", ".join(f"{counts[effect]} {effect}" for effect in STYLE if counts[effect])
     style = "bold red" if counts["worse"] else "bold green"

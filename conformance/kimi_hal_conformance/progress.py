@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
+from kimi_hal_conformance.terminal import say
 from kimi_hal_conformance.verdict import AGAINST, STATUSES, Verdict
 
 #: Seconds between two lines where there is no terminal.
@@ -68,7 +69,7 @@ class Progress:
             done = f"{self._counts.total()} of {self._total}"
             line = f"{done} ({self.counts}), last: {verdict.status} {last}"
             with contextlib.suppress(OSError):  # the terminal is gone, the run is not
-                self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+                say(self._console, line)
 
     @property
     def counts(self) -> str:

@@ -13,6 +13,7 @@ from kimi_hal.errors import KimiHalError, nearest
 from kimi_hal.settings import EXECUTIONS
 from kimi_hal_conformance.asked import AskedError, Seconds
 from kimi_hal_conformance.show import stored
+from kimi_hal_conformance.terminal import Terminal, say
 
 if TYPE_CHECKING:
     from kimi_hal_conformance.request import Request
@@ -65,7 +66,6 @@ def replay(
     """
     from kimi_hal_conformance import suite
     from kimi_hal_conformance.cases import load
-    from kimi_hal_conformance.terminal import Terminal
 
     given = Given(backend, execution, implementation, seed, repeats, limit)
     console = Terminal()
@@ -78,7 +78,7 @@ def replay(
     for found in reports:
         for verdict in found.verdicts:
             for line in told(verdict):
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
+                say(console, line)
     ctx.exit(0 if all(found.ok for found in reports) else 1)
 
 

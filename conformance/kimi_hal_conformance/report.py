@@ -27,6 +27,7 @@ from kimi_hal_conformance.schema import (
     NOTHING_RAN,
     Report,
 )
+from kimi_hal_conformance.terminal import say
 from kimi_hal_conformance.verdict import (
     AGAINST,
     CRASHED,
@@ -57,43 +58,28 @@ def print_report(report: Report, console: Console) -> None:
     print_whole(compiling.table(report) if compiling.compiled(report) else _table(report), console)
     for target, reason in compiling.stand_ins(report).items():
         line = f"{target} {reason}"
-        console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        say(console, line, "yellow")
     if resumed := report.environment.resumed:
         kept = sum(v.kept for v in report.verdicts)
         line = f"kept from the run of {resumed}: {kept} of {len(report.verdicts)} verdicts"
-        console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
+        say(console, line, "dim")
     for line in () if compiling.compiled(report) else levels.lines(report.implementations):
-        console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
+        say(console, line, "dim")
     for reason, count in left_out(report).items():
-        console.print(f"not run, {count}: {escape(reason)}", style="dim", highlight=False, soft_wrap=True)
+        say(console, f"not run, {count}: {reason}", "dim")
     if report.not_implemented:
         names = ", ".join(report.not_implemented)
-        console.print(
-            f"not implemented by {report.backend}: {names}", style="dim", highlight=False, soft_wrap=True
-        )
-    alike = _alike(report.verdicts)
-    for verdict in report.verdicts:
-        if verdict.status in AGAINST:
-            first, *others = alike[_said(verdict)]
-            if verdict is first or len(others) < MANY:
-                _print_problem(verdict, console)
-            if verdict is first and len(others) >= MANY:
-                line = (
-                    f"    and {len(others)} others the same: {', '.join(v.case for v in others[:NAMED])}, …"
-                )
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
-        elif verdict.status == WAIVED:
-            line = f"waived ({verdict.was}) {verdict.implementation} {verdict.case}: {verdict.waiver}"
-            console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"not implemented by {report.backend}: {names}", "dim")
+    _print_problems(report.verdicts, console)
     for line in waivers.lines(report.waivers):
-        console.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
+        say(console, line, "red")
     for free in (found for found in report.implementations if not found.conforming):
         line = f"{free.name} of {free.operator} does not conform to the tie rule: it is reached by name only"
-        console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        say(console, line, "yellow")
     for line in claims.lines(report.could_be_claimed):
-        console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
+        say(console, line, "dim")
     style = "bold green" if report.ok else "bold red"
-    console.print(summary(report), style=style, markup=False, highlight=False, soft_wrap=True)
+    say(console, summary(report), style)
 
 
 def _table(report: Report) -> Table:
@@ -143,6 +129,24 @@ def _said(verdict: Verdict) -> tuple[str, ...]:
     return verdict.operator, verdict.implementation, verdict.status, first, *rest
 
 
+def _print_problems(verdicts: Sequence[Verdict], console: Console) -> None:
+    """Print what speaks against an implementation, once what many cases say alike, and what is waived."""
+    alike = _alike(verdicts)
+    for verdict in verdicts:
+        if verdict.status in AGAINST:
+            first, *others = alike[_said(verdict)]
+            if verdict is first or len(others) < MANY:
+                _print_problem(verdict, console)
+            if verdict is first and len(others) >= MANY:
+                line = (
+                    f"    and {len(others)} others the same: {', '.join(v.case for v in others[:NAMED])}, …"
+                )
+                say(console, line)
+        elif verdict.status == WAIVED:
+            line = f"waived ({verdict.was}) {verdict.implementation} {verdict.case}: {verdict.waiver}"
+            say(console, line, "yellow")
+
+
 def _print_problem(verdict: Verdict, console: Console) -> None:
     console.print(
         f"[red]{verdict.status}[/] {verdict.implementation} {escape(verdict.case)}", highlight=False
@@ -152,7 +156,7 @@ def _print_problem(verdict: Verdict, console: Console) -> None:
     lines += [f"    | {line}" for line in shown(verdict.output)]
     lines += [f"    replay: {verdict.replay}"] if verdict.replay else []
     for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        say(console, line)
 
 
 def shown(output: str) -> list[str]:

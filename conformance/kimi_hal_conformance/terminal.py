@@ -21,3 +21,8 @@ class Terminal(Console):
         """Print nothing more; rich would end the process, and with it the run."""
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed at the end
+
+
+def say(console: Console, line: str, style: str | None = None) -> None:
+    """Print a line as it is: brackets are no markup, numbers have no colour, and a long one is not broken."""
+    console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)

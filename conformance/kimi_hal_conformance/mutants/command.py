@@ -14,6 +14,7 @@ from kimi_hal.errors import KimiHalError
 from kimi_hal_conformance import files
 from kimi_hal_conformance.asked import AskedError
 from kimi_hal_conformance.show import in_a_folder
+from kimi_hal_conformance.terminal import Terminal, say
 
 if TYPE_CHECKING:
     from kimi_hal_conformance.prove import Killed, Proof
@@ -54,7 +55,6 @@ def prove(
     """
     from kimi_hal_conformance import prove as proving
     from kimi_hal_conformance.mutants import catalogue, mutant
-    from kimi_hal_conformance.terminal import Terminal
 
     catalogue.load()
     try:
@@ -79,12 +79,11 @@ def prove(
         with console.status("starting") as status:
             proof = proving.run(proving.Wanted(only, quick, every, seed, lanes), told)
     except KimiHalError as error:
-        click.echo(f"Error: {error}", err=True)
-        ctx.exit(2)
+        raise AskedError(str(error)) from error
     unwritten = files.unwritten(proof, [(write_json, json_path)])
     print_proof(proof, console)
     for line in unwritten.values():
-        console.print(line, style="bold red", markup=False, highlight=False, soft_wrap=True)
+        say(console, line, "bold red")
     ctx.exit(0 if proof.ok and not unwritten else 1)
 
 
@@ -97,10 +96,10 @@ def print_proof(proof: Proof, console: Console) -> None:
     """Print what killed each mutant, the smallest input that shows it, and the closing line."""
     for found in proof.mutants:
         for line in lines(found, proof.every):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            say(console, line)
     for name in proof.refusing:
         console.print(f"{name} refused a case: it is not on trial there", style="red", highlight=False)
-    console.print(summary(proof), highlight=False, style="green" if proof.ok else "red", soft_wrap=True)
+    say(console, summary(proof), "green" if proof.ok else "red")
 
 
 def lines(found: Killed, every: bool) -> Iterator[str]:
