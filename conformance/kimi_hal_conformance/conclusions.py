@@ -46,10 +46,12 @@ def disproven(verdicts: Sequence[Verdict], judge: Integrity) -> list[Verdict]:
         judge: this process's as it was before it imported the plugin.
     """
     tampered = judge.problems()
+    if not tampered:
+        return list(verdicts)
     return [
-        msgspec.structs.replace(v, status=FAILED, problems=(*tampered, *v.problems))
-        if tampered and v.status != NOT_RUN
-        else v
+        v
+        if v.status == NOT_RUN
+        else msgspec.structs.replace(v, status=FAILED, problems=(*tampered, *v.problems))
         for v in verdicts
     ]
 

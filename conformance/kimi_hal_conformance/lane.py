@@ -42,8 +42,10 @@ GRACE = 3.0
 LOST_IN_A_ROW = 3
 #: Characters kept of what a process printed.
 OUTPUT = 4000
-#: Bytes of it that lie on the disk until the next look at it, which is seconds later.
-LOG, LOOK = 64 << 20, 0.25
+#: Bytes of it that lie on the disk at most when it is looked at.
+LOG = 64 << 20
+#: Seconds between two looks.
+LOOK = 0.25
 
 
 class StoppedError(Exception):

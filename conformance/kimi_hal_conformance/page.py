@@ -105,14 +105,15 @@ def environment() -> Environment:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=_printable,
+        finalize=_legal,
     )
     made.filters |= {"words": words, "worst": lambda verdict: worst([verdict])}
     return made
 
 
-def _printable(value: Any) -> Any:
-    return legal(value) if type(value) is str else value  # Markup is escaped already, and stays what it is
+def _legal(value: Any) -> Any:
+    # Markup is escaped already, and stays what it is.
+    return legal(value) if type(value) is str else value
 
 
 def sections(report: Report) -> Iterator[Section]:

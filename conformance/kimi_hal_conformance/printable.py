@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-#: What XML has no way to write; of its characters carriage return, of which parsers make a newline.
+#: What XML has no way to write, and the carriage return, which its parsers read as a newline.
 ILLEGAL = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 

@@ -48,7 +48,7 @@ LONG = 20.0
 #: Bytes of operands beyond which relations, which make a call twenty times in memory of its own, are not tried in
 #: passing where the host computes: the same operator of fewer heads or experts shows the same.
 HEAVY = 48 << 20
-#: Relations on so many cases are relations on every one, heavy or not.
+#: An allowance for more cases than these (``request.RELATIONS``) is one for every case, heavy or not.
 EVERY = 1 << 16
 #: Repeats with which one small call is made very often, too.
 PATIENT = 19
