@@ -88,8 +88,7 @@ def described(error: BaseException) -> str:
     """Say what was raised, and by which rank's own error where ranks meet."""
     text = ""
     for cause in reversed(causes(error)):
-        own = _message(cause)
-        said = f"{printable(type(cause).__name__)}: {own}".rstrip(": ")
+        said = _named(cause)
         text = f"{said} (from {text})" if text and _message(cause.__cause__) not in said else said
     return text
 
@@ -107,9 +106,13 @@ def traced(error: BaseException) -> str:
     chain = []
     for cause in reversed(causes(error)):
         lines = traceback.format_tb(cause.__traceback__)
-        said = f"{printable(type(cause).__name__)}: {_message(cause)}".rstrip(": ")
-        chain.append("".join((HEADING, *map(printable, lines), said)))
+        chain.append("".join((HEADING, *map(printable, lines), _named(cause))))
     return "\n\n".join(chain)[-OUTPUT:]
+
+
+def _named(error: BaseException) -> str:
+    """Return an exception's class and message, as the last line of a traceback has them."""
+    return f"{printable(type(error).__name__)}: {_message(error)}".rstrip(": ")
 
 
 def _message(error: BaseException | None) -> str:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 #: What is written.
 Content = TypeVar("Content")
 
@@ -37,6 +39,11 @@ def write(path: Path, data: bytes) -> None:
     if place.exists():
         shutil.copymode(place, beside)
     beside.replace(place)
+
+
+def as_json(content: object) -> bytes:
+    """Return the indented JSON of a report, a proof or a schema."""
+    return msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"
 
 
 def unwritten(

@@ -7,7 +7,6 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
@@ -230,7 +229,7 @@ def limits(report: Report) -> str:
 
 def write_json(report: Report, path: Path) -> None:
     """Write the report in its versioned schema."""
-    files.write(path, msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+    files.write(path, files.as_json(report))
 
 
 def write_junit(report: Report, path: Path) -> None:

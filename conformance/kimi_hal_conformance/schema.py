@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from kimi_hal_conformance import levels
+from kimi_hal_conformance import files, levels
 from kimi_hal_conformance.verdict import (
     AGAINST,
     NOT_RUN,
@@ -276,10 +276,7 @@ def published() -> dict[str, bytes]:
     from kimi_hal_conformance.prove import Proof
 
     kinds = {"report.json": Report, "proof.json": Proof}
-    return {
-        name: msgspec.json.format(msgspec.json.encode(msgspec.json.schema(kind)), indent=2) + b"\n"
-        for name, kind in kinds.items()
-    }
+    return {name: files.as_json(msgspec.json.schema(kind)) for name, kind in kinds.items()}
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-import msgspec
 from rich.console import Console
 
 from kimi_hal.errors import KimiHalError
@@ -89,7 +88,7 @@ def prove(
 
 def write_json(proof: Proof, path: Path) -> None:
     """Write the proof in its versioned schema."""
-    files.write(path, msgspec.json.format(msgspec.json.encode(proof), indent=2) + b"\n")
+    files.write(path, files.as_json(proof))
 
 
 def print_proof(proof: Proof, console: Console) -> None:
