@@ -36,9 +36,12 @@ def interruptible(command: Callable[P, None]) -> Callable[P, None]:
 
 @contextmanager
 def once() -> Iterator[None]:
-    """Make the first signal a ``KeyboardInterrupt`` in here and pass over the others; what is ignored stays so."""
+    """Make the first signal a ``KeyboardInterrupt`` in here and pass over the others.
+
+    What is ignored stays so, and so does a handler that Python did not set and cannot put back.
+    """
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    before = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
 
     def first(number: int, frame: FrameType | None) -> NoReturn:
         hold()

@@ -20,7 +20,7 @@ from plugin_package import installed, write
 from kimi_hal_conformance import suite
 from kimi_hal_conformance.claims import unclaimed
 from kimi_hal_conformance.cli import cli
-from kimi_hal_conformance.interruption import SIGNALS
+from kimi_hal_conformance.interruption import SIGNALS, once
 from kimi_hal_conformance.report import summary
 from kimi_hal_conformance.request import Request
 from kimi_hal_conformance.runner import Outcome
@@ -112,6 +112,15 @@ def test_who_is_impatient_loses_nothing(folder: Path) -> None:
     status, output, _ = interrupted(folder, "--json", str(path), by=(signal.SIGTERM, signal.SIGINT))
     assert status == 130, output
     assert [v.status for v in read(path.read_bytes()).verdicts] == [PASSED, PASSED, NOT_RUN]
+
+
+def test_a_handler_that_python_cannot_put_back_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, before = signal.getsignal, signal.getsignal(signal.SIGHUP)
+    monkeypatch.setattr(signal, "getsignal", lambda number: None if number == signal.SIGHUP else read(number))
+    with once():
+        assert read(signal.SIGHUP) is before
+        assert read(signal.SIGTERM) is not signal.SIG_DFL
+    assert read(signal.SIGHUP) is before
 
 
 def test_an_interruption_behind_the_cases_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
