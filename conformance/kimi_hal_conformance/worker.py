@@ -31,7 +31,7 @@ from kimi_hal_conformance.case import Case
 from kimi_hal_conformance.cases import load
 from kimi_hal_conformance.claims.bypass import claim_everything
 from kimi_hal_conformance.claims.made import case as made_case
-from kimi_hal_conformance.execute import described, run_case
+from kimi_hal_conformance.execute import run_case
 from kimi_hal_conformance.integrity import Integrity
 from kimi_hal_conformance.levels import SPEED
 from kimi_hal_conformance.messages import (
@@ -47,6 +47,7 @@ from kimi_hal_conformance.messages import (
 )
 from kimi_hal_conformance.poison import no_canaries
 from kimi_hal_conformance.promises import Allowance, Effort, heavy, operand_names
+from kimi_hal_conformance.raised import described
 from kimi_hal_conformance.shrink import described as operands_of
 from kimi_hal_conformance.shrink import smallest
 from kimi_hal_conformance.speed.timing import UntimedError, timed

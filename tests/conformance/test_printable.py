@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kimi_hal_conformance.asked import AskedError
-from kimi_hal_conformance.execute import described
 from kimi_hal_conformance.forms import FormError, results_of
 from kimi_hal_conformance.lane import Lane
 from kimi_hal_conformance.printable import printable
+from kimi_hal_conformance.raised import described
 from kimi_hal_conformance.turn import plain
 from kimi_hal_conformance.verdict import FAILED, Verdict
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from kimi_hal.dispatch.contract import Properties
 from kimi_hal_conformance.oracle import Question
+from kimi_hal_conformance.raised import described
 from kimi_hal_conformance.relations import variants
 from kimi_hal_conformance.relations.ground import Ground, UntriedError
 from kimi_hal_conformance.relations.purity import rounds
@@ -64,7 +65,7 @@ def _capture(rig: Rig, later: Question) -> Iterator[str]:
     try:
         replay = rig.subject.hooks.capture(launch)
     except Exception as error:
-        yield f"capture raised {type(error).__name__}: {error}"
+        yield f"capture raised {described(error)}"
         return
     if replay is None:
         raise UntriedError(NO_GRAPHS)

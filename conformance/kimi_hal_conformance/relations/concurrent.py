@@ -12,6 +12,7 @@ import torch
 from kimi_hal_conformance.calls import Called
 from kimi_hal_conformance.judging import objections
 from kimi_hal_conformance.oracle import Question
+from kimi_hal_conformance.raised import described
 from kimi_hal_conformance.relations.ground import Ground, UntriedError, unequal
 from kimi_hal_conformance.rig import OnePlan, Rig
 from kimi_hal_conformance.scripts import call
@@ -39,7 +40,7 @@ def concurrent(ground: Ground) -> Iterator[str]:
     failed.sort(
         key=lambda error: isinstance(error, BrokenBarrierError)
     )  # of which says only that the other failed
-    yield from (f"one plan in two threads: {type(error).__name__}: {error}" for error in failed[:1])
+    yield from (f"one plan in two threads: {described(error)}" for error in failed[:1])
     for rig, own in zip(rigs, () if failed else begun, strict=False):
         yield from _wrong(ground, rig.question, own.result())
 
