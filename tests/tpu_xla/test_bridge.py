@@ -22,7 +22,7 @@ from torch_xla.core import xla_model
 
 import kimi_hal as hal
 from kimi_hal import formats
-from kimi_hal.dispatch.contract import BuildContext, Probe, Sizes
+from kimi_hal.dispatch.contract import BuildContext, Sizes
 from kimi_hal.errors import ContractError, PlanError, SelectionError, ToolMissingError
 from kimi_hal.ops import indexer as index_ops
 from kimi_hal.ops.indexer import IndexerSpec
@@ -30,7 +30,7 @@ from kimi_hal.ops.kda import KDASpec
 from kimi_hal.ops.operator import get
 from kimi_hal.ops.spec import Limits
 from kimi_hal.ops.topk_merge import TopKSpec
-from kimi_hal_tpu import plugin, requirements
+from kimi_hal_tpu import requirements
 from kimi_hal_tpu.pallas import bridge, custom_call, indexer, mode, operands
 from kimi_hal_tpu.pallas_claims import BY_TORCH_XLA
 from kimi_hal_tpu.xla.sizes import sizes
@@ -42,12 +42,9 @@ INDEX = "index.fp8.e4m3fn.pow2.page64"
 
 
 @pytest.fixture
-def tpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with a TPU, as far as planning can see; what is traced here is never run."""
-    seen = Probe(present=True, arch="v6e", devices=("TPU v6e",), facts={"libtpu": "0.0.21"})
-    monkeypatch.setattr(plugin, "probe", lambda: seen)
+def traced(tpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the bridge take torch-xla's device for a TPU; what is traced here is never run."""
     monkeypatch.setattr(custom_call, "on_tpu", lambda: True)
-    monkeypatch.setenv("KIMI_HAL_BACKEND", "tpu")
 
 
 def plan(
@@ -90,7 +87,7 @@ def version(kernel: bytes) -> int:
     return ir.IntegerAttr(module.operation.attributes["stable_mosaic.version"]).value
 
 
-@pytest.mark.usefixtures("tpu")
+@pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("operator", sorted(BY_TORCH_XLA))
 def test_a_plan_for_a_tpu_traces_stablehlo_with_the_custom_call(operator: str) -> None:
     pair = {"pair": plan("kda_verify")} if operator == "kda_commit" else {}
@@ -104,7 +101,7 @@ def test_a_plan_for_a_tpu_traces_stablehlo_with_the_custom_call(operator: str) -
     assert {version(kernel) for kernel in kernels(text)} == {7}
 
 
-@pytest.mark.usefixtures("tpu")
+@pytest.mark.usefixtures("traced")
 def test_no_operand_leaves_the_trace_and_a_bucket_is_lowered_once() -> None:
     found = plan()
     machine = found.run.__globals__["call"].machine
@@ -118,7 +115,7 @@ def test_no_operand_leaves_the_trace_and_a_bucket_is_lowered_once() -> None:
     assert [name for name in metrics.counter_names() if name.startswith("aten::")] == []
 
 
-@pytest.mark.usefixtures("tpu")
+@pytest.mark.usefixtures("traced")
 def test_sequences_of_one_bucket_share_a_computation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(custom_call.CustomCall, "cut", lambda machine: None)  # no kernel runs here
     found, (*rows, state, _, _) = plan("kda_prefill"), call("kda_prefill")
@@ -131,7 +128,7 @@ def test_sequences_of_one_bucket_share_a_computation(monkeypatch: pytest.MonkeyP
     assert counts == [1, 1, 1, 1, 2]
 
 
-@pytest.mark.usefixtures("tpu")
+@pytest.mark.usefixtures("traced")
 def test_a_given_buffer_is_written_in_the_trace() -> None:
     buffer = torch.zeros(2, 2, 128, dtype=torch.bfloat16, device=torch_xla.device())
     assert plan().run(*call("kda_decode"), out=buffer) is buffer
@@ -163,25 +160,25 @@ def test_fp8_stays_what_it_is_and_other_sizes_than_rows_are_padded_and_cut_apart
     assert "tensor<2x32x128xf8E4M3FN>" in text
 
 
-@pytest.mark.usefixtures("tpu")
+@pytest.mark.usefixtures("traced")
 def test_rows_that_are_no_bucket_are_refused_on_the_device() -> None:
     with pytest.raises(ContractError, match="T=3 is in no bucket; this plan compiles for 2, 8"):
         plan().run(*call("kda_decode", 3))
 
 
-@pytest.mark.usefixtures("tpu")
+@pytest.mark.usefixtures("traced")
 def test_no_rows_need_neither_a_bucket_nor_a_computation() -> None:
     found = plan()
     assert tuple(found.run(*call("kda_decode", 0)).shape) == (0, 2, 128)
     assert found.run.__globals__["call"].machine.computations == {}
 
 
-@pytest.mark.usefixtures("tpu")
+@pytest.mark.usefixtures("traced")
 def test_without_a_name_the_traced_program_goes_first() -> None:
     assert plan(name=None).name == "tpu.xla"
 
 
-@pytest.mark.usefixtures("tpu")
+@pytest.mark.usefixtures("traced")
 def test_torch_xla_that_drives_no_tpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(custom_call, "on_tpu", lambda: torch_xla.runtime.device_type() == "TPU")
     with pytest.raises(PlanError) as error:
@@ -192,7 +189,7 @@ def test_torch_xla_that_drives_no_tpu_is_refused(monkeypatch: pytest.MonkeyPatch
     )
 
 
-@pytest.mark.usefixtures("tpu")
+@pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize(
     ("operator", "spec"),
     [("topk_select", TopKSpec(topk=4)), ("indexer_logits", IndexerSpec(index=INDEX, num_heads=32))],
@@ -233,7 +230,7 @@ def test_a_launch_on_sparse_core_says_so() -> None:
         mode.Mode().on_subcores(lambda *refs: None, jax.ShapeDtypeStruct((128,), "int32"), [], "gather_rows")
 
 
-@pytest.mark.usefixtures("tpu")
+@pytest.mark.usefixtures("traced")
 def test_a_jax_that_torch_xlas_libtpu_cannot_serve_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     own = requirements.installed
     monkeypatch.setattr(requirements, "installed", lambda name: "0.10.2" if name == "jax" else own(name))

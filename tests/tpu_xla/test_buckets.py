@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,15 +27,13 @@ from empty_cases import (
 )
 
 import kimi_hal as hal
-from kimi_hal.dispatch import policy
-from kimi_hal.dispatch.contract import Probe
 from kimi_hal.ops.indexer import IndexerSpec
 from kimi_hal.ops.operator import get
 from kimi_hal.ops.spec import Limits, Spec
 from kimi_hal.ops.topk_merge import TopKSpec
-from kimi_hal_tpu import plugin
 from kimi_hal_tpu.xla.bridge import XLA
 
+pytestmark = pytest.mark.usefixtures("tpu")
 LIMITS = Limits(max_rows=8, max_reqs=8, rows_per_req=4, max_context=512, uniform=False, row_buckets=(8,))
 
 
@@ -71,17 +68,6 @@ CASES: dict[str, tuple[str, Spec, Any, tuple[int, ...], list[int]]] = {
     "N": ("kda_prefill", PLAIN, lambda plan, n: prefilled(PLAIN, N=n), (3, 4, 3), [1, 0, 1]),
     "records": ("kda_verify", PLAIN, _verified, (5, 6, 8, 5), [2, 2, 0, 2]),
 }
-
-
-@pytest.fixture(autouse=True)
-def tpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A machine with a TPU, as far as planning can see; torch-xla drives its CPU."""
-    policy.thaw()  # a probe is kept, and other tests see another TPU
-    seen = Probe(present=True, arch="v6e", devices=("TPU v6e",), facts={})
-    monkeypatch.setattr(plugin, "probe", lambda: seen)
-    monkeypatch.setenv("KIMI_HAL_BACKEND", "tpu")
-    yield
-    policy.thaw()
 
 
 def compilations() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,25 +14,8 @@ os.environ.setdefault("PJRT_DEVICE", "CPU")
 from empty_cases import ANYTHING, BUSY, IDLE, Case, copied, planned, ran
 from kda_cases import Layer, Rows, cuts, ids
 
-from kimi_hal.dispatch import policy
-from kimi_hal.dispatch.contract import Probe
 from kimi_hal.ops.kda import KDASpec
-from kimi_hal_tpu import plugin
 from kimi_hal_tpu.xla.bridge import XLA
-
-PLACES = {"native": "xla", "interpreted": "cpu"}
-
-
-@pytest.fixture(params=sorted(PLACES))
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A machine with a TPU, as far as planning can see; torch-xla drives its CPU."""
-    policy.thaw()  # a probe is kept, and other tests see another TPU
-    seen = Probe(present=True, arch="v6e", devices=("TPU v6e",), facts={})
-    monkeypatch.setattr(plugin, "probe", lambda: seen)
-    monkeypatch.setenv("KIMI_HAL_BACKEND", "tpu")
-    monkeypatch.setenv("KIMI_HAL_EXECUTION", request.param)
-    yield PLACES[request.param]
-    policy.thaw()
 
 
 def same(case: Case, device: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -15,27 +14,15 @@ os.environ.setdefault("PJRT_DEVICE", "CPU")
 import torch_xla
 
 import kimi_hal as hal
-from kimi_hal.dispatch import policy
-from kimi_hal.dispatch.contract import BuildContext, Probe, Sizes
+from kimi_hal.dispatch.contract import BuildContext, Sizes
 from kimi_hal.ops.all_gather import GatherSpec
 from kimi_hal.ops.spec import DCP, Limits
 from kimi_hal.ops.topk_merge import TopKMergeSpec
 from kimi_hal.parallel import LoopbackGroup
-from kimi_hal_tpu import plugin
 from kimi_hal_tpu.xla.bridge import XLA
 
+pytestmark = pytest.mark.usefixtures("tpu")
 LIMITS = Limits(max_rows=8, max_reqs=4)
-
-
-@pytest.fixture(autouse=True)
-def tpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A machine with a TPU, as far as planning can see; torch-xla drives its CPU."""
-    policy.thaw()  # a probe is kept, and other tests see another TPU
-    seen = Probe(present=True, arch="v6e", devices=("TPU v6e",), facts={})
-    monkeypatch.setattr(plugin, "probe", lambda: seen)
-    monkeypatch.setenv("KIMI_HAL_BACKEND", "tpu")
-    yield
-    policy.thaw()
 
 
 def test_what_ranks_gather_on_the_host_is_what_they_gave() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 
 import pytest
@@ -15,12 +15,8 @@ os.environ.setdefault("PJRT_DEVICE", "CPU")
 import empty_cases
 from empty_cases import EXPERTS, KDA, PLAIN, Case, always, attended, attention, ran, some
 
-from kimi_hal.dispatch import policy
-from kimi_hal.dispatch.contract import Probe
 from kimi_hal.ops.all_gather import GatherSpec
-from kimi_hal_tpu import plugin
 
-PLACES = {"native": "xla", "interpreted": "cpu"}
 PREFILL: Case = ("kda_prefill", KDA, always(lambda: empty_cases.prefilled(KDA)))
 CASES: dict[str, Case] = {
     "kda_prefill": PREFILL,
@@ -57,18 +53,6 @@ LOOPS: dict[str, Case] = {
         ),
     ),
 }
-
-
-@pytest.fixture(params=sorted(PLACES))
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A machine with a TPU, as far as planning can see; torch-xla drives its CPU."""
-    policy.thaw()  # a probe is kept, and other tests see another TPU
-    seen = Probe(present=True, arch="v6e", devices=("TPU v6e",), facts={})
-    monkeypatch.setattr(plugin, "probe", lambda: seen)
-    monkeypatch.setenv("KIMI_HAL_BACKEND", "tpu")
-    monkeypatch.setenv("KIMI_HAL_EXECUTION", request.param)
-    yield PLACES[request.param]
-    policy.thaw()
 
 
 def same(case: Case, device: str, around: Callable[[], AbstractContextManager[object]]) -> None:

@@ -26,15 +26,14 @@ import kimi_hal as hal
 from kimi_hal import cache, formats
 from kimi_hal.cache import TokenCache
 from kimi_hal.cache.models import delta_attention
-from kimi_hal.dispatch.contract import Probe
 from kimi_hal.ops.indexer import IndexerTopKSpec, StoreIndexSpec
 from kimi_hal.ops.kda import KDASpec
 from kimi_hal.ops.sparse_mla import SparseMLASpec, StoreLatentSpec
 from kimi_hal.ops.spec import Limits
-from kimi_hal_tpu import plugin
 from kimi_hal_tpu.pallas import custom_call
 from kimi_hal_tpu.pool import Pool, Step
 
+pytestmark = pytest.mark.usefixtures("tpu")
 DSA, KDA, BLOCK, BLOCKS, TOPK = 2, 0, 64, 16, 48
 #: A prefix of two blocks, and what each request has behind it.
 PREFIX, FIRST, SECOND = 128, 32, 16
@@ -50,14 +49,6 @@ MODEL = (
     TokenCache(name="index", layers=(DSA, 5), entry_bytes=132, format=POW2, page=64),
     delta_attention((KDA, 1), heads=HEADS, dim=DIM, width=3),
 )
-
-
-@pytest.fixture(autouse=True)
-def tpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with a TPU, as far as planning can see; torch-xla drives its CPU."""
-    seen = Probe(present=True, arch="v6e", devices=("TPU v6e",), facts={"libtpu": "0.0.21"})
-    monkeypatch.setattr(plugin, "probe", lambda: seen)
-    monkeypatch.setenv("KIMI_HAL_BACKEND", "tpu")
 
 
 def there(value: Any) -> Tensor:

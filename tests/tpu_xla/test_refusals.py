@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ os.environ.setdefault("PJRT_DEVICE", "CPU")
 import torch_xla
 
 import kimi_hal as hal
-from kimi_hal.dispatch import policy
 from kimi_hal.dispatch.contract import Probe
 from kimi_hal.errors import ContractError, SelectionError
 from kimi_hal.ops.all_gather import DTYPES, GatherSpec
@@ -23,9 +21,9 @@ from kimi_hal.ops.indexer import IndexerSpec, IndexerTopKSpec, IndexQuerySpec, S
 from kimi_hal.ops.sparse_mla import SparseMLASpec, StoreLatentSpec
 from kimi_hal.ops.spec import Limits, Spec
 from kimi_hal.ops.topk_merge import TopKSpec
-from kimi_hal_tpu import plugin
 from kimi_hal_tpu.xla_claims import TYPELESS
 
+pytestmark = pytest.mark.usefixtures("tpu")
 FNUZ = "index.fp8.e4m3fnuz.f32.page64"
 NOT_INTERPRETED = "arch v5e is not interpreted"
 FORMATS = (
@@ -61,15 +59,10 @@ REFUSED: dict[str, tuple[str, Spec, str]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def tpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A machine with a TPU v5e, as far as planning can see; torch-xla drives its CPU."""
-    policy.thaw()  # a probe is kept, and other tests see another TPU
-    seen = Probe(present=True, arch="v5e", devices=("TPU v5e",), facts={})
-    monkeypatch.setattr(plugin, "probe", lambda: seen)
-    monkeypatch.setenv("KIMI_HAL_BACKEND", "tpu")
-    yield
-    policy.thaw()
+@pytest.fixture
+def seen() -> Probe:
+    """Return what is seen of a machine with a TPU v5e."""
+    return Probe(present=True, arch="v5e", devices=("TPU v5e",), facts={})
 
 
 def has_a_type(name: str) -> bool:
