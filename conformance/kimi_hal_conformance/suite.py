@@ -81,7 +81,7 @@ def run(
         not_implemented=missing(loaded, request.operators),
         verdicts=disproven(judged, judge),
         waivers=waived,
-        could_be_claimed=could,
+        could_be_claimed=[] if judge.problems() else could,
         interrupted=interrupted,
     )
 

@@ -60,6 +60,7 @@ if "kimi_hal_conformance.suite" in sys.modules:
         return {k: [replace(v, status="passed", problems=()) for v in vs] for k, vs in found.items()}, outcome
 
     suite.answered = answered
+    suite.beyond = lambda *given: ["what nobody tried"]
 """
 
 
@@ -95,18 +96,19 @@ def test_a_worker_whose_own_module_is_exchanged_proves_nothing(tmp_path: Path) -
 def test_a_suite_whose_own_module_is_exchanged_proves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(suite, "answered", suite.answered)  # put back after the test
+    for name in ("answered", "beyond"):
+        monkeypatch.setattr(suite, name, getattr(suite, name))  # put back after the test
     report = judged(tmp_path, "slyparent", PARENT)
     assert report.verdict == DOES_NOT_CONFORM
-    assert [(v.status, v.problems) for v in report.verdicts] == [
+    assert report.could_be_claimed == ()
+    ((status, problems),) = [(v.status, v.problems) for v in report.verdicts]
+    assert (status, problems) == (
+        FAILED,
         (
-            FAILED,
-            (
-                "replaced, although the judge is made of it: kimi_hal_conformance.suite.answered. "
-                "Nothing is proven",
-            ),
-        )
-    ]
+            "replaced, although the judge is made of it: kimi_hal_conformance.suite.answered, "
+            "kimi_hal_conformance.suite.beyond. Nothing is proven",
+        ),
+    )
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ from kimi_hal.errors import ToolMissingError
 from kimi_hal_conformance.compiling import checks
 from kimi_hal_conformance.compiling.order import ALL, Order, case_id, said
 from kimi_hal_conformance.messages import Done, Ended, Listed, send
+from kimi_hal_conformance.raised import described
+from kimi_hal_conformance.turn import plain
 from kimi_hal_conformance.verdict import FAILED, NOT_RUN, PASSED, Verdict
 
 
@@ -35,7 +37,7 @@ def serve(order: Order, answers: int) -> None:
     """Compile an order's kernels, sending each verdict when it is there."""
     kernels = listed(order)
     if isinstance(kernels, Verdict):
-        send(answers, Done(verdict=kernels))
+        send(answers, Done(verdict=plain(kernels)))
         return
     left = [k for k in kernels if k.name not in order.done and (not order.only or k.name in order.only)]
     send(answers, Listed(kernels=tuple(k.name for k in left)))
@@ -44,7 +46,7 @@ def serve(order: Order, answers: int) -> None:
         found = verdict(order, kernel)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        send(answers, Done(verdict=found))
+        send(answers, Done(verdict=plain(found)))
 
 
 def listed(order: Order) -> list[Kernel] | Verdict:
@@ -91,10 +93,8 @@ def raised(order: Order, kernel: str, what: str, error: Exception) -> Verdict:
     """Return the verdict on an exception: a missing tool is no fault of the kernel's."""
     if reason := absent(order, error):
         return said(order, kernel, FAILED if order.strict else NOT_RUN, reason)
-    output = "".join(traceback.format_exception(error))
-    return said(
-        order, kernel, FAILED, f"{what} raised {type(error).__name__}: {error}".rstrip(": "), output=output
-    )
+    output = "".join(traceback.format_exception(error))  # whole: a compiler says much
+    return said(order, kernel, FAILED, f"{what} raised {described(error)}", output=output)
 
 
 def absent(order: Order, error: Exception) -> str:
