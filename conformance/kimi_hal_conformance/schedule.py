@@ -11,7 +11,7 @@ from kimi_hal import ops
 from kimi_hal.dispatch import composed
 from kimi_hal.dispatch.contract import ANY_DEVICE, Implementation, Probe
 from kimi_hal.dispatch.loader import Loaded, candidates
-from kimi_hal.dispatch.matching import distribution
+from kimi_hal.dispatch.matching import Target, unmet
 from kimi_hal.dispatch.sources import source_hash
 from kimi_hal.errors import PluginError, unknown
 from kimi_hal.ops.composites import part_specs
@@ -115,22 +115,18 @@ def cannot_run(implementation: Implementation, loaded: Loaded, probe: Probe, exe
 
 
 def lacking(implementation: Implementation, loaded: Loaded, probe: Probe) -> str:
-    """Say which library an implementation lacks here, or all that could be its part do, or return an empty string."""
+    """Say which library, or which version, an implementation lacks, or all that could be its part do; else nothing."""
     if implementation.name == composed.NAME:
         for part in ops.get(implementation.operator).parts:
             reasons = [lacking(other, loaded, probe) for other in candidates(loaded, part)]
             if reasons and all(reasons):
                 return f"its part {part} cannot run: {reasons[0]}"
         return ""
-    known = {*probe.facts, *loaded.backend.facts}
-    absent = [
-        next((n for n in c.requires if n not in known and distribution(n) is None), "")
-        for c in implementation.capabilities
-    ]
-    if not absent or not all(absent):
-        return ""
-    name = absent[0]
-    return f"{name} is not installed; it needs {name}{implementation.capabilities[0].requires.get(name, '')}"
+    here = Target(
+        facts=probe.facts, foreign=True, probed=loaded.backend.facts
+    )  # a device's own facts are none
+    reasons = [next(unmet(c.requires, here), "") for c in implementation.capabilities]
+    return reasons[0] if reasons and all(reasons) else ""
 
 
 def left_out(case: Case, implementation: Implementation, loaded: Loaded, profile: str) -> str:

@@ -46,7 +46,7 @@ def refusals(
     yield from _limits(limits, capability.limits)
     if capability.properties.static_rows and not (limits and limits.row_buckets):
         yield "it needs Limits.row_buckets, the row counts to compile for"
-    yield from _requires(capability.requires, target)
+    yield from unmet(capability.requires, target)
 
 
 def prefers(preference: Preference, spec: Spec, limits: Limits | None, target: Target) -> bool:
@@ -115,7 +115,8 @@ def _within(value: Any, domain: Domain) -> bool:
     return all(v in domain for v in value) if isinstance(value, tuple) else value in domain
 
 
-def _requires(required: Mapping[str, str], target: Target) -> Iterator[str]:
+def unmet(required: Mapping[str, str], target: Target) -> Iterator[str]:
+    """Yield what is not installed, or not in a version that is asked for."""
     for name, specifier in required.items():
         version = target.facts.get(name) or distribution(name)
         if version is None:

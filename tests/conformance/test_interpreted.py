@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+from pathlib import Path
+
 import pytest
 from conformance_runs import once
+from plugin_package import installed, write
 
 from kimi_hal_conformance import suite
 from kimi_hal_conformance.request import Request
@@ -80,6 +84,20 @@ def test_an_implementation_whose_library_is_missing_is_not_run() -> None:
         ("tpu.xla", "not_run", (missing,)),
         ("tpu.composed", "not_run", (f"its part kda_conv cannot run: {missing}",)),
     ]
+    assert not report.ok
+
+
+def test_an_implementation_whose_library_has_the_wrong_version_is_not_run(tmp_path: Path) -> None:
+    declared = """
+IMPLEMENTATIONS = (
+    covering("kda_gate", "late", capabilities=(Capability(("*",), {}, requires={"click": ">=99"}),)),
+)
+"""
+    write(tmp_path, "old", declared, "from kimi_hal.reference.backend import build as late\n")
+    with installed(tmp_path):
+        report = suite.run(Request("old", operators=("kda_gate",)))
+    missing = f"click {version('click')} is installed; it needs click>=99"
+    assert [(v.case, v.status, v.problems) for v in report.verdicts] == [("kda_gate/*", NOT_RUN, (missing,))]
     assert not report.ok
 
 
