@@ -12,6 +12,7 @@ import click
 from kimi_hal.errors import KimiHalError, nearest
 from kimi_hal.settings import EXECUTIONS
 from kimi_hal_conformance.asked import AskedError, Seconds
+from kimi_hal_conformance.interruption import interruptible
 from kimi_hal_conformance.show import stored
 from kimi_hal_conformance.terminal import Terminal, say
 
@@ -48,6 +49,7 @@ class Given:
     help="JSON of a run: all that is not given here is taken from what it says of the case.",
 )
 @click.pass_context
+@interruptible
 def replay(
     ctx: click.Context,
     case: str,
@@ -62,7 +64,7 @@ def replay(
     """Run one case again and print everything: its reason, problems, errors, input and output.
 
     From a report, it is run over every implementation that did not pass it there, or over all if each did.
-    Exit status: 0, it passed; 1, it did not; 2, what was asked for does not exist.
+    Exit status: 0, it passed; 1, it did not; 2, what was asked for does not exist; 130, it was interrupted.
     """
     from kimi_hal_conformance import suite
     from kimi_hal_conformance.cases import load

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from conformance_runs import report
 from plugin_package import installed, write
 
+from kimi_hal_conformance import prove as proving
 from kimi_hal_conformance import suite
 from kimi_hal_conformance.claims import unclaimed
 from kimi_hal_conformance.cli import cli
@@ -139,10 +140,20 @@ def test_an_interruption_behind_the_cases_loses_none(monkeypatch: pytest.MonkeyP
         unclaimed.passed([attempt], lambda batches: Outcome(((),), {}, interrupted=True))
 
 
-def test_what_is_interrupted_before_anything_was_found_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("command", "of"),
+    [
+        (["run", "--backend", "reference"], suite),
+        (["replay", CASES[0], "--backend", "reference"], suite),
+        (["prove"], proving),
+    ],
+)
+def test_what_is_interrupted_before_anything_was_found_says_so(
+    monkeypatch: pytest.MonkeyPatch, command: list[str], of: ModuleType
+) -> None:
     before = [signal.getsignal(number) for number in SIGNALS]
-    monkeypatch.setattr(suite, "run", lambda *given: os.kill(os.getpid(), signal.SIGTERM))
-    result = CliRunner().invoke(cli, ["run", "--backend", "reference"])
+    monkeypatch.setattr(of, "run", lambda *given: os.kill(os.getpid(), signal.SIGTERM))
+    result = CliRunner().invoke(cli, command)
     assert (result.exit_code, result.output) == (130, "interrupted, and nothing was kept\n")
     assert [signal.getsignal(number) for number in SIGNALS] == before
 

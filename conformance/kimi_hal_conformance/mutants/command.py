@@ -12,6 +12,7 @@ from rich.console import Console
 from kimi_hal.errors import KimiHalError
 from kimi_hal_conformance import files
 from kimi_hal_conformance.asked import AskedError
+from kimi_hal_conformance.interruption import interruptible
 from kimi_hal_conformance.show import in_a_folder
 from kimi_hal_conformance.terminal import Terminal, say
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     help="Write JSON here.",
 )
 @click.pass_context
+@interruptible
 def prove(
     ctx: click.Context,
     only: tuple[str, ...],
@@ -50,7 +52,8 @@ def prove(
 ) -> None:
     """Run the suite over wrong implementations; each must be killed.
 
-    Exit status: 0, all were; 1, one survived, or the proof cannot be written; 2, what was asked for does not exist.
+    Exit status: 0, all were; 1, one survived, or the proof cannot be written; 2, what was asked for does not exist;
+    130, it was interrupted.
     """
     from kimi_hal_conformance import prove as proving
     from kimi_hal_conformance.mutants import catalogue, mutant
