@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -183,7 +184,7 @@ def share_out(whole: Batch, parts: int) -> list[Batch]:
 def on_record(implementation: Implementation, loaded: Loaded) -> OnTrial:
     """Return what exactly an implementation is."""
     try:
-        digest = source_hash(loaded.backend, implementation)
+        digest = digest_of(implementation, loaded)
     except PluginError:  # its cases fail by the same error, with a sentence
         digest = ""
     return OnTrial(
@@ -194,6 +195,20 @@ def on_record(implementation: Implementation, loaded: Loaded) -> OnTrial:
         numerics=implementation.numerics,
         conforming=all(c.properties.tie_rule == "contract" for c in implementation.capabilities),
     )
+
+
+def digest_of(implementation: Implementation, loaded: Loaded) -> str:
+    """Return the hash of an implementation's sources; of a composition, also of all that could be a part of it.
+
+    Raises:
+        PluginError: there is nothing to hash.
+    """
+    own = source_hash(loaded.backend, implementation)
+    if implementation.name != composed.NAME:
+        return own
+    parts = [i for part in ops.get(implementation.operator).parts for i in candidates(loaded, part)]
+    lines = (f"{i.operator} {i.name} {source_hash(loaded.backend, i)}" for i in parts)
+    return hashlib.sha256("\n".join([own, *lines]).encode()).hexdigest()
 
 
 def full_name(implementation: Implementation, loaded: Loaded) -> str:

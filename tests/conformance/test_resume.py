@@ -12,8 +12,10 @@ from click.testing import CliRunner
 from conformance_runs import once
 from plugin_package import installed, write
 
+from kimi_hal.dispatch import composed
+from kimi_hal.dispatch.loader import candidates
 from kimi_hal.errors import KimiHalError
-from kimi_hal_conformance import resume, suite
+from kimi_hal_conformance import plugins, resume, schedule, suite
 from kimi_hal_conformance.cli import cli
 from kimi_hal_conformance.report import write_json
 from kimi_hal_conformance.request import Request
@@ -90,6 +92,19 @@ def test_an_implementation_whose_sources_changed_is_tried_again(first: Report) -
     changed = msgspec.structs.replace(first.implementations[0], source_hash="0" * 64)
     _, tried = again(msgspec.structs.replace(first, implementations=(changed, first.implementations[1])))
     assert "again.right kda_gate/tp8/rows0" in tried
+
+
+@pytest.mark.parametrize(("changed", "same"), [("merge_attn_states", False), ("kda_gate", True)])
+def test_a_composition_is_another_one_where_the_sources_of_a_part_changed(
+    changed: str, same: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = plugins.registry("reference").get("reference")
+    whole = next(i for i in candidates(loaded, "dsa_decode") if i.name == composed.NAME)
+    before, hashed = schedule.on_record(whole, loaded), schedule.source_hash
+    monkeypatch.setattr(
+        schedule, "source_hash", lambda of, i: hashed(of, i) + ("changed" if i.operator == changed else "")
+    )
+    assert (schedule.on_record(whole, loaded) == before) is same
 
 
 def test_fewer_repeats_than_this_run_makes_prove_nothing_for_it(first: Report) -> None:
