@@ -1,7 +1,7 @@
-"""Run a module's checks of portable kernels in one child process: interpreted, or on a GPU.
+"""Run a module's checks of portable kernels in child processes: interpreted, or on a GPU.
 
 The interpreter's switch is read when a kernel is decorated. A check is a function ``check_<thing>`` of a module under
-``tests/``. Each is one test; the child runs them all.
+``tests/``. Each is one test; one child runs them all. On a GPU several share them: most of their time is a compiler's.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).parent
+#: Processes that share the checks of a module on a GPU.
+CHILDREN = 4
 
 
 def names(module: str) -> list[str]:
@@ -33,8 +36,16 @@ def outcomes(module: str, chosen: Sequence[str], device: str = "cpu") -> dict[st
     """
     from once import once
 
-    found: dict[str, str] = once(f"{module}-{device}", lambda: child(module, chosen, device))
+    found: dict[str, str] = once(f"{module}-{device}", lambda: children(module, chosen, device))
     return found
+
+
+def children(module: str, chosen: Sequence[str], device: str) -> dict[str, str]:
+    """Run the chosen checks in as many child processes as pay on the device."""
+    count = 1 if device == "cpu" else min(CHILDREN, len(chosen))
+    with ThreadPoolExecutor(count) as pool:
+        parts = pool.map(lambda i: child(module, chosen[i::count], device), range(count))
+    return {name: text for part in parts for name, text in part.items()}
 
 
 def child(module: str, chosen: Sequence[str], device: str) -> dict[str, str]:
