@@ -24,8 +24,13 @@ ALONE = [
     for i in IMPLEMENTATIONS
     if i.operator not in ("topk_merge", "all_gather") and "native" in i.execution and i not in ADAPTERS
 ]
-NATIVE = [pytest.param(i.operator, f"nvidia.{i.name}", id=f"{i.operator}-{i.name}") for i in ALONE]
-OURS = sorted({i.operator for i in ALONE}, key=list(OPERATORS).index)
+#: The composite that is made of them.
+DSA = "dsa_decode"
+NATIVE = [
+    *(pytest.param(i.operator, f"nvidia.{i.name}", id=f"{i.operator}-{i.name}") for i in ALONE),
+    pytest.param(DSA, "nvidia.composed", id=f"{DSA}-composed"),
+]
+OURS = sorted({DSA, *(i.operator for i in ALONE)}, key=list(OPERATORS).index)
 GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
