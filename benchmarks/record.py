@@ -29,10 +29,14 @@ def keep(name: str, figures: dict[str, Any]) -> Path:
     return path
 
 
+#: What a cell's ``data`` says where it was measured on activations of real text; random numbers say nothing.
+REAL = "real text"
+
+
 def keep_cells(cells: list[dict[str, Any]]) -> None:
-    """Write cells to ``results/h200/summary.json``; they replace all those of their operators of an earlier run."""
+    """Write cells to ``results/h200/summary.json``; they replace those of their operators and data."""
     path = RESULTS / "h200" / "summary.json"
-    mine = {one["operator"] for one in cells}
+    mine = {(one["operator"], one.get("data")) for one in cells}
     kept = json.loads(path.read_text()) if path.is_file() else []
-    cells = [*(one for one in kept if one["operator"] not in mine), *cells]
+    cells = [*(one for one in kept if (one["operator"], one.get("data")) not in mine), *cells]
     path.write_text("[\n" + ",\n".join(f"  {json.dumps(one, ensure_ascii=False)}" for one in cells) + "\n]\n")
