@@ -127,7 +127,10 @@ def every_code(name: str) -> Latents:
 
 
 def check_one_key_is_its_own_value_exactly_in_every_format() -> None:
-    """With one key its probability is 1, so the output is the key as it was decoded."""
+    """With one key its probability is 1, so the output is the key as it was decoded.
+
+    A record's float32 scale goes with the probability, in three parts, whose sums a device's matrix unit cuts.
+    """
     for name in formats.names("latent"):
         for arch in ARCHITECTURES:
             latents = every_code(name)
@@ -136,7 +139,9 @@ def check_one_key_is_its_own_value_exactly_in_every_format() -> None:
             q = torch.zeros(6, 1, 576, dtype=torch.bfloat16)
             out, lse = built(spec, MANY, arch)(q, latents.cache, indices, latents.k_scale)
             expected = latents.keys(torch.arange(6))[:, None, :512].float()
-            assert torch.equal(out, expected), (name, arch)
+            cut = 2**-22 if name == RECORD and DEVICE != "cpu" else 0.0
+            error = float(((out - expected).abs() / expected.abs().clamp(min=2**-126)).max())
+            assert error <= cut, (name, arch, error)
             assert torch.equal(lse, torch.zeros(6, 1))
 
 
