@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from conformance_runs import once
 from plugin_package import installed, write
 
-from kimi_hal import ops
+from kimi_hal import formats, ops
 from kimi_hal.dispatch.contract import NUMERICS
 from kimi_hal.formats import minifloat, scales
 from kimi_hal.reference.kda import kda_prefill
@@ -29,6 +31,8 @@ from kimi_hal_conformance.verdict import FAILED, PASSED, Measure, Verdict
 from kimi_hal_conformance.writers import settled
 
 load()
+#: What the matrix units of an H200 made of FP8 numbers.
+SUMS = Path(__file__).parents[2] / "benchmarks/results/h200/fp8_sums.json"
 OF_ATTENTION = ("sparse_mla/float32-out/no-lse/page16", "sparse_mla/latent.nvfp4.352/tp8")
 OF_RECURRENCE = (
     "kda_prefill/odd/ragged",
@@ -148,6 +152,29 @@ def test_who_rounds_and_does_not_say_so_fails(case_id: str, name: str) -> None:
     way = derived(asked, [name])[name][-1]
     assert told(asked, way)[0]
     assert told(asked, way, name)[0] == []
+
+
+def test_sums_of_few_bits_are_those_of_an_h200_bit_for_bit() -> None:
+    kept = json.loads(SUMS.read_text())
+
+    def numbers(rows: list[str]) -> torch.Tensor:
+        data = torch.frombuffer(bytearray.fromhex("".join(rows)), dtype=torch.uint8)
+        return data.view(len(rows), 128).view(torch.float8_e4m3fn).to(F64)
+
+    found = sums.cut_dots(numbers(kept["queries"]), numbers(kept["keys"]))
+    assert torch.equal(found.relu().float(), torch.tensor(kept["scores"]))
+    assert kept["equal"] == kept["sums"]
+
+
+@pytest.mark.parametrize("scale", ["f32", "pow2", "ue8m0x4"])
+def test_a_key_s_scale_multiplies_after_the_sum(scale: str) -> None:
+    fmt = formats.index(f"index.fp8.e4m3fn.{scale}.page64")
+    cache = torch.zeros(2, fmt.page_bytes, dtype=torch.uint8)
+    fmt.write(cache, torch.arange(128), torch.randn(128, 128, generator=torch.Generator().manual_seed(0)))
+    elements, scales = (fmt.read_pages(part, F64) for part in sums.apart(fmt, cache))
+    assert torch.equal(elements * scales, fmt.read_pages(cache, F64))
+    assert torch.equal(scales, scales[..., :1].expand_as(scales))
+    assert elements.abs().max() == 448
 
 
 def test_a_class_that_rounds_nothing_in_an_operator_costs_nothing() -> None:

@@ -1,7 +1,9 @@
 """Index scores whose products are added as Hopper's matrix units add FP8: with few bits, none of them rounded.
 
-Thirty-two products and the sum so far are brought to the exponent of the largest, cut to 13 fraction bits and added
-(DeepSeek-V3's report, arXiv:2412.19437, measured about 14 bits).
+Thirty-two products and the sum so far are brought to the exponent of the largest, cut to 13 fraction bits and added;
+the sum is cut to 13 fraction bits of its own. A product's exponent is the sum of its factors' exponents. On an H200
+that is so bit for bit (``benchmarks/results/h200/fp8_sums.json``); DeepSeek-V3's report, arXiv:2412.19437, measured
+about 14 bits.
 """
 
 from __future__ import annotations
@@ -21,18 +23,49 @@ F64 = torch.float64
 TOGETHER, BITS = 32, 13
 #: Products held at once.
 PRODUCTS = 1 << 22
+#: Below the exponent of anything but 0.
+NOTHING = -(1 << 20)
+#: 1 as an FP8 element, and what a page's scales are where each is 1.
+ONE = {"e4m3fn": 0x38, "e4m3fnuz": 0x40}
+UNIT = {"f32": (0, 0, 128, 63), "pow2": (0, 0, 128, 63), "ue8m0x4": (127,) * 4}
+
+
+def exponents(x: Tensor) -> Tensor:
+    """Return ``⌊log₂|x|⌋``, of 0 less than any."""
+    return torch.where((x == 0) | ~x.isfinite(), NOTHING, torch.frexp(x)[1] - 1)
+
+
+def cut(x: Tensor, exponent: Tensor, bits: int) -> Tensor:
+    """Cut numbers to some fraction bits of an exponent, towards 0; a NaN or an infinity stays one."""
+    unit = torch.ldexp(torch.ones_like(x), exponent.clamp(min=-900) - bits)
+    return torch.where(x.isfinite(), (x / unit).trunc() * unit, x)
 
 
 def cut_dots(query: Tensor, keys: Tensor, bits: int = BITS) -> Tensor:
     """Return ``query [H, D] @ keys [n, D].T`` with sums of few bits; a NaN or an infinity stays one."""
     total = query.new_zeros((query.shape[0], keys.shape[0]))
+    of_query, of_keys = exponents(query), exponents(keys)
     for first in range(0, query.shape[1], TOGETHER):
         some = slice(first, first + TOGETHER)
         terms = torch.cat((total[..., None], query[:, None, some] * keys[None, :, some]), dim=2)
-        unit = torch.ldexp(torch.ones_like(total), torch.frexp(terms.abs().amax(2))[1] - 1 - bits)[..., None]
-        cut = torch.where(terms.isfinite(), (terms / unit).trunc() * unit, terms)
-        total = cut.sum(dim=2)
+        largest = (of_query[:, None, some] + of_keys[None, :, some]).amax(2).maximum(exponents(total))
+        total = cut(terms, largest[..., None], bits).sum(dim=2)
+        total = cut(total, exponents(total), bits)
     return total
+
+
+def apart(fmt: formats.IndexFormat, cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Return pages of the same elements with scales of 1, and of the same scales with elements of 1.
+
+    A unit that scales inside the product (MXFP4) has the elements as they are decoded, and no scale behind it.
+    """
+    elements, scales = cache.clone(), cache.clone()
+    if fmt.element in ONE:
+        begin = fmt.page * fmt.element_bytes
+        unit = torch.tensor(UNIT[fmt.scale], dtype=torch.uint8, device=cache.device)
+        elements[:, begin : fmt.page_bytes] = unit.repeat(fmt.page)
+        scales[:, :begin] = ONE[fmt.element]
+    return elements, scales
 
 
 def scored(question: Question, bits: int = BITS) -> Sequence[Answer]:
@@ -41,15 +74,18 @@ def scored(question: Question, bits: int = BITS) -> Sequence[Answer]:
     given = question.operands
     out = answer(question, F64).outputs["out"].clone()
     fmt = formats.index(spec.index)
+    elements, scales = apart(fmt, given["cache"])
     for part in indexer.parts(spec, given["block_table"], given["row_req"], given["row_len"], out.shape[1]):
         for row, count in zip(part.rows, part.counts, strict=True):
             query = fmt.decode_query(given["q"].view(torch.uint8)[[row]], given["q_scale"][[row]], F64)[0]
             step = max(1, PRODUCTS // query.numel())
             for first in range(0, count, step):
                 last = min(first + step, count)
-                keys, missing = indexer.read_keys(fmt, part.pages, first, last, given["cache"])
+                keys, missing = indexer.read_keys(fmt, part.pages, first, last, elements)
                 dots = cut_dots(query, keys[: last - first], bits)
                 scores = indexer.weighted(dots, given["weights"][row].to(F64))
+                if fmt.element in ONE:
+                    scores *= indexer.read_keys(fmt, part.pages, first, last, scales)[0][: last - first, 0]
                 out[row, first:last] = scores.masked_fill(missing, -torch.inf)
     return [Answer({"out": out}, {})]
 
