@@ -16,29 +16,37 @@ from torch import Tensor
 
 from kimi_hal import formats
 from kimi_hal.reference import indexer
-from kimi_hal_conformance.oracle import Answer, Question, answer
+from kimi_hal_conformance.oracle import HOST, Answer, Question, answer, moved
 
 F64 = torch.float64
 #: Products added at once, and fraction bits that are kept of each.
 TOGETHER, BITS = 32, 13
 #: Products held at once.
 PRODUCTS = 1 << 22
-#: Below the exponent of anything but 0.
-NOTHING = -(1 << 20)
+#: Below the exponent of anything but 0, and the least to which anything is cut.
+NOTHING, LEAST = -(1 << 20), -900
+#: Where the exponent stands in a float64, its bias, and that of what is no number.
+PLACE, BIAS, ALL = 52, 1023, 0x7FF
 #: 1 as an FP8 element, and what a page's scales are where each is 1.
 ONE = {"e4m3fn": 0x38, "e4m3fnuz": 0x40}
 UNIT = {"f32": (0, 0, 128, 63), "pow2": (0, 0, 128, 63), "ue8m0x4": (127,) * 4}
 
 
 def exponents(x: Tensor) -> Tensor:
-    """Return ``⌊log₂|x|⌋``, of 0 less than any."""
-    return torch.where((x == 0) | ~x.isfinite(), NOTHING, torch.frexp(x)[1] - 1)
+    """Return ``⌊log₂|x|⌋`` of float64 numbers, of 0 and of what is no number less than any."""
+    field = (x.view(torch.int64) >> PLACE) & ALL
+    return torch.where((field == 0) | (field == ALL), NOTHING, field - BIAS)
 
 
 def cut(x: Tensor, exponent: Tensor, bits: int) -> Tensor:
     """Cut numbers to some fraction bits of an exponent, towards 0; a NaN or an infinity stays one."""
-    unit = torch.ldexp(torch.ones_like(x), exponent.clamp(min=-900) - bits)
-    return torch.where(x.isfinite(), (x / unit).trunc() * unit, x)
+    last = exponent.clamp(min=LEAST) - bits
+    return (x * power(-last)).trunc_().mul_(power(last))
+
+
+def power(exponent: Tensor) -> Tensor:
+    """Return 2 to an exponent of a normal float64, exactly on any device."""
+    return ((exponent + BIAS) << PLACE).view(F64)
 
 
 def cut_dots(query: Tensor, keys: Tensor, bits: int = BITS) -> Tensor:
@@ -69,10 +77,10 @@ def apart(fmt: formats.IndexFormat, cache: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scored(question: Question, bits: int = BITS) -> Sequence[Answer]:
-    """Return ``indexer_logits`` in float64 with sums of few bits."""
+    """Return ``indexer_logits`` in float64 with sums of few bits, computed where the oracle is."""
     spec: Any = question.spec
-    given = question.operands
-    out = answer(question, F64).outputs["out"].clone()
+    given = moved(question.operands, question.oracle)
+    out = answer(question, F64).outputs["out"].to(question.oracle, copy=True)
     fmt = formats.index(spec.index)
     elements, scales = apart(fmt, given["cache"])
     for part in indexer.parts(spec, given["block_table"], given["row_req"], given["row_len"], out.shape[1]):
@@ -87,7 +95,7 @@ def scored(question: Question, bits: int = BITS) -> Sequence[Answer]:
                 if fmt.element in ONE:
                     scores *= indexer.read_keys(fmt, part.pages, first, last, scales)[0][: last - first, 0]
                 out[row, first:last] = scores.masked_fill(missing, -torch.inf)
-    return [Answer({"out": out}, {})]
+    return [Answer({"out": out.to(HOST)}, {})]
 
 
 DERIVED: Mapping[str, Callable[[Question], Sequence[Answer]]] = {"indexer_logits": scored}
