@@ -2,7 +2,7 @@
 
 Within a plan a row of attention or of a merge has the same bits in any call, but two plans may cut rows in other ways:
 who wants equal bits at every size plans once, for the largest. Each size is timed as planned for it, and by a plan for
-320 rows. Scores and selections have one form of bits whatever the plan, and cost nothing.
+320 rows. Scores have the same bits by every plan, and cost nothing; whether they do is looked at.
 
 Prediction, written before the first run: a plan for 320 rows cuts a row in one or two, so that one row of FP8 takes
 twice to four times as long as in sixteen parts, 8 rows twice, 64 rows 1.2 times.
@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 import kimi_hal as hal
+from benchmarks import indexer
 from benchmarks import sparse_mla as portable
 from benchmarks.indexer import microseconds
 from benchmarks.record import keep
+from kimi_hal.ops.indexer import IndexerSpec
 from kimi_hal.ops.sparse_mla import MergeSpec, SparseMLASpec
 from kimi_hal.ops.spec import Limits
 
@@ -63,6 +65,25 @@ def merges(heads: int) -> Iterator[tuple[str, dict[str, float]]]:
         yield f"merge_attn_states 8 parts, {heads} heads, {rows} rows", both(own, most, some)
 
 
+def scores(name: str) -> Iterator[tuple[str, dict[str, bool]]]:
+    """Tell whether scores have the bits of a plan for one row alone, in plans for several rows of one and of many."""
+    spec, context = IndexerSpec(index=name, num_heads=indexer.HEADS), 8192
+    alone = Limits(max_rows=1, max_reqs=64, max_context=context, rows_per_req=1)
+    one = hal.plan("indexer_logits", spec, alone, device=DEVICE).run
+    for requests, rows in ((64, 1), (8, 2), (2, 300)):
+        most = Limits(max_rows=requests * rows, max_reqs=requests, max_context=context, rows_per_req=rows)
+        batch = indexer.Batch(name, requests, context, rows, most)
+        whole = hal.plan("indexer_logits", spec, most, device=DEVICE).run(*batch.operands)
+        same = True
+        for row in range(0, requests * rows, max(1, requests * rows // 8)):
+            some = slice(row, row + 1)
+            query = (x[some] for x in batch.query)
+            found = one(*query, batch.cache, batch.table, batch.row_req[some], batch.row_len[some])
+            keys = int(batch.row_len[row])
+            same &= torch.equal(found[0, :keys], whole[row, :keys])
+        yield f"indexer_logits {name}, {requests} requests of {rows} rows", {"bits of one row alone": same}
+
+
 def both(
     own: Callable[..., Any], most: Callable[..., Any], operands: tuple[Tensor | None, ...]
 ) -> dict[str, float]:
@@ -83,6 +104,8 @@ def main() -> None:
     """Measure, print and keep."""
     figures: dict[str, Any] = {"device": torch.cuda.get_device_name()}
     for found in (
+        scores(indexer.FP8),
+        scores(indexer.MXFP4),
         attention(portable.FP8, 12),
         attention(portable.NVFP4, 12),
         attention(portable.FP8, 96),
