@@ -90,7 +90,7 @@ class Decode:
                 index_space="position",
             ),
         )
-        self.plan = hal.plan("dsa_decode", spec, limits, device=DEVICE, implementation="nvidia.composed")
+        self.plan = hal.plan("dsa_decode", spec, limits, device=DEVICE, implementation="nvidia.cuda")
         blocks = (requests, context // portable.PAGE)
         pages = portable.TOKENS // portable.PAGE
         self.operands = (

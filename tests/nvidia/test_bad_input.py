@@ -40,6 +40,13 @@ OLD = {"nvidia-driver": "550.54", "triton": "3.5.1"}
 #: Kernel -> fields beyond what it claims, and what is said of them. The portable ones claim all that a Spec admits.
 BEYOND: dict[str, tuple[dict[str, Any], list[str]]] = {
     "quantize_index_query-triton": ({"num_heads": 129}, ["IndexQuerySpec: num_heads=129 is not 1 to 128"]),
+    "quantize_index_query-cuda": (
+        {"index": "index.mxfp4.gfx950.page64"},
+        [
+            "index='index.mxfp4.gfx950.page64' is not 'index.fp8.e4m3fn.f32.page64' | "
+            "'index.fp8.e4m3fn.pow2.page64' | 'index.fp8.e4m3fn.ue8m0x4.page64' | 'index.mxfp4.page64'"
+        ],
+    ),
     "store_index_keys-triton": (
         {"index": "index.fp9"},
         [

@@ -77,7 +77,9 @@ LAYOUTS = """
 #include "slices.cuh"
 int main() {
   printf("%zu %zu\\n", sizeof(Selection), sizeof(Scoring));
-  printf("%zu %zu %zu ", sizeof(HeldRoom<512, false>), sizeof(HeldRoom<512, true>), sizeof(HeldRoom<1024, true>));
+  printf("%zu %zu ", sizeof(HeldRoom<512, false, 16>), sizeof(HeldRoom<512, false, 32>));
+  printf("%zu ", sizeof(HeldRoom<1024, false, 32>));
+  printf("%zu %zu ", sizeof(HeldRoom<512, true, 16>), sizeof(HeldRoom<1024, true, 16>));
   printf("%zu %zu\\n", sizeof(Room<512, 8192, 16384, true>), sizeof(Room<512, 5632, 4096, false>));
 """
 

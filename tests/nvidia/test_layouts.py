@@ -14,16 +14,22 @@ import torch
 from kimi_hal.dispatch.contract import BuildContext, Sizes
 from kimi_hal.errors import ContractError
 from kimi_hal.ops import OPERATORS, check
-from kimi_hal.ops.indexer import IndexerSpec, IndexerTopKSpec
+from kimi_hal.ops.indexer import IndexerSpec, IndexerTopKSpec, IndexQuerySpec
 from kimi_hal.ops.spec import Limits, Spec
 from kimi_hal.ops.topk_merge import TopKSpec
-from kimi_hal_nvidia import driver, indexer, scores, streams, topk
+from kimi_hal_nvidia import driver, indexer, quantize_query, scores, streams, topk
 from kimi_hal_nvidia.indexer_claims import INDEXER
 from kimi_hal_nvidia.layouts import Layout
 
 LIMITS = Limits(max_rows=2, max_reqs=2, max_context=8192)
 SIZES = Sizes(workspace=2 * 8192 * 4)
 Call = dict[str, Any]
+MODULES = {
+    "quantize_index_query": quantize_query,
+    "indexer_logits": scores,
+    "indexer_topk": indexer,
+    "topk_select": topk,
+}
 
 
 class Driver:
@@ -63,7 +69,7 @@ class Driver:
             check=counted,
             settings={},
         )
-        module = {"indexer_logits": scores, "indexer_topk": indexer, "topk_select": topk}[operator]
+        module = MODULES[operator]
         run: Callable[..., Any] = getattr(module, f"build_{operator}")(context)
         return run
 
@@ -73,13 +79,23 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver()
     monkeypatch.setattr(driver, "kernel", lambda *_, **__: driver.Kernel("any", c_void_p(1), 1, 1))
     monkeypatch.setattr(driver, "launcher", made.launcher)
-    for module in (scores, topk):
+    for module in (quantize_query, scores, topk):
         monkeypatch.setattr(module, "device_index", lambda _: 0)
         monkeypatch.setattr(module, "raw_stream", lambda _: lambda: 0)
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(streams.torch.cuda, "device_count", lambda: 1)
     return made
+
+
+def quantised() -> Call:
+    return {
+        "q": torch.empty(2, 32, 128, dtype=torch.bfloat16),
+        "weights": torch.empty(2, 32),
+        "q_out": torch.empty(2, 32, 64, dtype=torch.uint8),
+        "q_scale_out": torch.empty(2, 32, 4, dtype=torch.uint8),
+        "weights_out": torch.empty(2, 32),
+    }
 
 
 def scored() -> Call:
@@ -116,6 +132,7 @@ def selected() -> Call:
 
 
 CALLS: dict[str, tuple[Spec, Callable[[], Call]]] = {
+    "quantize_index_query": (IndexQuerySpec(index="index.mxfp4.page64"), quantised),
     "indexer_logits": (IndexerSpec(index="index.fp8.e4m3fn.pow2.page64", num_heads=32), scored),
     "indexer_topk": (IndexerTopKSpec(index="index.fp8.e4m3fn.pow2.page64", num_heads=32, topk=64), searched),
     "topk_select": (TopKSpec(topk=64), selected),
@@ -142,6 +159,8 @@ BAD = [(*one, kind) for one in OPERANDS for kind in WORSE if kind != "size" or o
 def addresses(operator: str, one: Call) -> list[list[int]]:
     """Return those that each launch of a call is given."""
     at = {name: tensor.data_ptr() for name, tensor in one.items()}
+    if operator == "quantize_index_query":
+        return [[*at.values()]]
     if operator == "topk_select":
         return [[at["scores"], at["row_len"], 0, at["out"], at["scores_out"], 0, 0]]
     operands = [at[name] for name in scored() if name != "out"]

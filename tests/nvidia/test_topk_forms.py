@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kimi_hal_nvidia.topk import PROCESSORS, blocks_of, team_of
+from kimi_hal_nvidia.topk import PROCESSORS, blocks_of, team_of, way_of
 
 
 @pytest.mark.parametrize(
@@ -33,3 +33,25 @@ def test_longer_or_more_rows_are_held_by_no_registers(rows: int, columns: int) -
 @pytest.mark.parametrize("rows", [1, 7, 64, 66, 132])
 def test_blocks_of_all_rows_stand_beside_each_other(rows: int) -> None:
     assert rows * blocks_of(rows, 1 << 20) <= PROCESSORS
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "expected"),
+    [
+        (1, 8192, ("short", 1)),
+        (2048, 8192, ("short", 1)),
+        (1, 16384, ("middle", 1)),
+        (2048, 16384, ("middle", 1)),
+        (31, 32768, ("team", 4)),
+        (32, 32768, ("whole", 1)),
+        (132, 32768, ("whole", 1)),
+        (133, 32768, ("many", 1)),
+        (64, 131072, ("wide", 2)),
+        (1, 262144, ("large_team", 16)),
+        (1, 1 << 20, ("wide", 16)),
+    ],
+)
+def test_a_row_stands_in_one_block_as_long_as_that_is_the_fastest(
+    rows: int, columns: int, expected: tuple[str, int]
+) -> None:
+    assert way_of(rows, columns, columns) == expected

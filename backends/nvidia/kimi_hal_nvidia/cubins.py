@@ -27,6 +27,7 @@ SELECTION = (
 #: Sources that are compiled, each with what it includes.
 STEMS = {
     "topk_short": ("held.cuh", *SELECTION),
+    "topk_whole": ("held.cuh", *SELECTION),
     "topk_team": ("held.cuh", *SELECTION),
     "topk_wide": ("slices.cuh", *SELECTION),
     "topk_many": ("slices.cuh", *SELECTION),
@@ -50,6 +51,7 @@ STEMS = {
     ),
     "sparse_mla": ("copies.cuh", "latents.cuh", "tall.cuh", "block.cuh"),
     "merge_states": ("block.cuh",),
+    "quantize_query": ("block.cuh",),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kimi_hal.dispatch.contract import Implementation
 from kimi_hal.triton.capabilities import implementations
 from kimi_hal_nvidia.adapters.claims import ADAPTERS
+from kimi_hal_nvidia.decode_claims import DECODE
 from kimi_hal_nvidia.indexer_claims import INDEXER
 from kimi_hal_nvidia.sparse_mla_claims import MERGE, SPARSE_MLA
 from kimi_hal_nvidia.tensor_memory_claims import TENSOR_MEMORY
@@ -16,6 +17,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *INDEXER,
     *SPARSE_MLA,
     *MERGE,
+    *DECODE,
     *TENSOR_MEMORY,
     *ADAPTERS,
 )

@@ -21,11 +21,11 @@ from kimi_hal_nvidia.topk import Selector
 
 
 class Searcher:
-    """Scores rows into bounded memory and selects from them, for one plan."""
+    """Scores rows into bounded memory and selects from them, for one plan; ``follows`` is that of ``Scorer``."""
 
-    def __init__(self, ctx: BuildContext) -> None:
+    def __init__(self, ctx: BuildContext, follows: bool = False) -> None:
         self.page, self.dtype = ctx.spec.page, torch_dtype(ctx.spec.score)
-        self.score, self.select = Scorer(ctx), Selector(ctx)
+        self.score, self.select = Scorer(ctx, follows), Selector(ctx)
         self.width = logits_width(ctx.spec, ctx.limits, 0)
         self.layout, self.lock = Layout(), threading.Lock()
 
@@ -37,10 +37,15 @@ class Searcher:
             addresses, at = [tensor.data_ptr() for tensor in given], workspace.data_ptr()
             if at % WORKSPACE_ALIGN or addresses[CACHE] % ALIGN:
                 return False
-            *_, table, row_req, row_len = addresses
-            self.score.start(*addresses, at)
-            self.select.start(at, row_len, 0, out.data_ptr(), scores_out.data_ptr(), table, row_req)
+            self.start(*addresses, out.data_ptr(), scores_out.data_ptr(), at)
         return True
+
+    def start(self, *addresses: int) -> None:
+        """Launch with the numbers that are there, over operands, outputs and workspace at these addresses."""
+        *given, out, scores_out, workspace = addresses
+        *_, table, row_req, row_len = given
+        self.score.start(*given, workspace)
+        self.select.start(workspace, row_len, 0, out, scores_out, table, row_req)
 
     def __call__(
         self, given: Operands, out: Tensor, scores_out: Tensor, workspace: Tensor | None, every: Tensor | None

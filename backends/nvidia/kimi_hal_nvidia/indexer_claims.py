@@ -38,27 +38,42 @@ SCORED: dict[str, Domain] = {
 #: Candidates of a row have to stand in a block's shared memory.
 SELECTED: dict[str, Domain] = {"topk": Range(1, 2048), "ordered": FLAG, "return_selected": FLAG}
 SPECS: dict[str, dict[str, Domain]] = {
+    "quantize_index_query": {
+        "index": FORMATS,
+        "num_heads": Range(1, 128),
+        "weights_dtype": FLOAT,
+        "weight_scale": Range(0, 1 << 16),
+        "hadamard": FLAG,
+    },
     "indexer_logits": SCORED,
     "indexer_topk": SCORED | SELECTED | {"emit": OneOf(("local", "slot"))},
     "topk_select": SELECTED | DCP | {"score": FLOAT, "scores_dtype": FLOAT, "has_row_start": FLAG},
 }
 OPERANDS = {"q": ELEMENT, "q_scale": ELEMENT, "weights": ELEMENT, "cache": PAGES}
 TENSORS: dict[str, dict[str, TensorCap]] = {
+    "quantize_index_query": {"q": ELEMENT, "weights": ELEMENT},
     "indexer_logits": OPERANDS,
     "indexer_topk": OPERANDS,
     "topk_select": {"scores": ELEMENT},
 }
-MODULES = {"indexer_logits": "scores", "indexer_topk": "indexer", "topk_select": "topk"}
+MODULES = {
+    "quantize_index_query": "quantize_query",
+    "indexer_logits": "scores",
+    "indexer_topk": "indexer",
+    "topk_select": "topk",
+}
 SOURCE = tuple(
     f"kimi_hal_nvidia/{name}"
     for name in (
         "cubins/index_scores_*",
+        "cubins/quantize_query*",
         "cubins/topk_*",
         "cubins.py",
         "driver.py",
         "indexer.py",
         "layouts.py",
         "parameters.py",
+        "quantize_query.py",
         "scores.py",
         "streams.py",
         "topk.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kimi_hal.dispatch.contract import Instruction, Kernel, Target
 from kimi_hal_nvidia.compiling import described
+from kimi_hal_nvidia.quantize_query import STEM
 from kimi_hal_nvidia.scores import RINGS
 from kimi_hal_nvidia.topk import CLUSTERS, FORMS
 
@@ -12,6 +13,7 @@ WIDE_LOADS = Instruction(r"LDG(STS)?\.E\.(BYPASS\.)?128", "scores are read sixte
 BULK_COPY = Instruction(r"UBLKCP", "a page of keys is one asynchronous copy")
 CLUSTER = Instruction(r"UCGABAR_ARV", "blocks of a cluster meet before they read each other's candidates")
 FP8_PRODUCTS = Instruction(r"QGMMA|QMMA|UTCQMMA", "FP8 products are added with few bits")
+TO_FP8 = Instruction(r"F2FP\.SATFINITE\.E4M3", "FP8 codes are made by instruction")
 CONVERTED = Instruction(r"F2FP\.F16\.E4M3", "FP8 keys are converted by instruction")
 #: Heads of the model's indexer.
 HEADS = 32
@@ -26,6 +28,14 @@ def products(target: Target, element: str) -> Instruction:
     if element == "fp4":
         return Instruction(r"QGMMA\.64x32x32\.F32", "a group of MXFP4 numbers is multiplied as e4m3, exactly")
     return Instruction(r"HGMMA\.64x\d+x16\.F32", "FP8 keys are multiplied as float16 and added in float32")
+
+
+def quantize_index_query(target: Target) -> tuple[Kernel, ...]:
+    """Return the kernels of both elements."""
+    return (
+        described(STEM, "quantize_fp8", target, expected=[TO_FP8]),
+        described(STEM, "quantize_fp4", target),
+    )
 
 
 def topk_select(target: Target) -> tuple[Kernel, ...]:

@@ -104,9 +104,15 @@ class Operands(NamedTuple):
 
 
 class Scorer:
-    """Scores rows against the keys of their requests, for one plan."""
+    """Scores rows against the keys of their requests, for one plan.
 
-    def __init__(self, ctx: BuildContext) -> None:
+    Args:
+        ctx: of the plan.
+        follows: what goes before it on the stream is the kernel that writes its queries and weights, and nothing else
+            that it reads: it may begin before that one has ended.
+    """
+
+    def __init__(self, ctx: BuildContext, follows: bool = False) -> None:
         spec: IndexerSpec = ctx.spec
         fmt, index = formats.index(spec.index), device_index(ctx.device)
         element = "fp4" if fmt.element == "e2m1" else "fp8"
@@ -122,7 +128,7 @@ class Scorer:
         self.parameters = Parameters(ADDRESSES, NUMBERS)
         self.facts: tuple[Any, ...] = ()
         self.layout = Layout()
-        self.launch = driver.launcher(kernel, self.parameters.address)
+        self.launch = driver.launcher(kernel, self.parameters.address, overlap=follows)
         self.stream = raw_stream(index)
         self.blocks = torch.cuda.get_device_properties(index).multi_processor_count
         keys = ownership.of_keys(spec.dcp)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+from typing import NamedTuple
+
 from kimi_hal.dispatch.contract import Sizes
+from kimi_hal.ops.composites import DSASpec, part_specs
 from kimi_hal.ops.indexer import IndexerTopKSpec, logits_width
 from kimi_hal.ops.spec import Limits
 from kimi_hal.triton.sizes import SCORES, SELECT_ROWS
@@ -14,3 +18,43 @@ def indexer_topk(spec: IndexerTopKSpec, limits: Limits, arch: str) -> Sizes:
     width = -(-logits_width(spec, limits, 0) // spec.page) * spec.page
     held = min(max(SCORES, width * itemsize), width * itemsize * min(limits.max_rows, SELECT_ROWS))
     return Sizes(workspace=-(-held // 256) * 256)
+
+
+class Held(NamedTuple):
+    """Where in the workspace of ``dsa_decode`` stands what its kernels give to each other, in whole 256 bytes.
+
+    Attributes:
+        q, q_scale, weights: of the quantised query.
+        indices, selected: of the selection.
+        scores: of as many rows as are scored at once, last.
+    """
+
+    q: int
+    q_scale: int
+    weights: int
+    indices: int
+    selected: int
+    scores: int
+
+    @classmethod
+    def of(cls, spec: DSASpec, limits: Limits) -> Held:
+        """Lay them out for a plan."""
+        dims, heads = spec.query.dims(), spec.query.num_heads
+        item = {"float32": 4, "bfloat16": 2}
+        kept = item[spec.indexer.score] * spec.indexer.topk if spec.indexer.return_selected else 0
+        row = (
+            heads * dims["Q"],
+            heads * dims["S"],
+            heads * item[spec.query.weights_dtype],
+            4 * spec.indexer.topk,
+            kept,
+        )
+        ends = accumulate(-(-size * limits.max_rows // 256) * 256 for size in row)
+        return cls(0, *ends)
+
+
+def dsa_decode(spec: DSASpec, limits: Limits, arch: str) -> Sizes:
+    """Return the sizes of a plan of ``dsa_decode``."""
+    of_scores = part_specs("dsa_decode", spec, limits)["indexer_topk"].limits or limits
+    scores = indexer_topk(spec.indexer, of_scores, arch).workspace
+    return Sizes(workspace=Held.of(spec, limits).scores + scores)

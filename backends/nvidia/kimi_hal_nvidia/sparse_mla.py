@@ -59,14 +59,19 @@ class Attention:
         parts: that a row's keys are cut into.
         arch: of the device.
         index: of the device.
+        follows: what goes before it on the stream is the kernel that writes its indices, and nothing else that it
+            reads: it may begin before that one has ended.
     """
 
-    def __init__(self, spec: SparseMLASpec, form: Form, parts: int, arch: str, index: int) -> None:
+    def __init__(
+        self, spec: SparseMLASpec, form: Form, parts: int, arch: str, index: int, follows: bool = False
+    ) -> None:
         name, shared = KERNELS[spec.latent][form.name]
         self.parts, self.blocks = parts, form.blocks(spec)
         self.parameters = Parameters(ADDRESSES, NUMBERS)
         kernel = driver.kernel("sparse_mla", arch, name, threads=form.threads, shared=shared, device=index)
-        self.launch = driver.launcher(kernel, self.parameters.address, cluster=True)
+        self.launch = driver.launcher(kernel, self.parameters.address, cluster=True, overlap=follows)
+        self.grid = 0
         self.stream = raw_stream(index)
         #: Where rows are not cut, blocks take rows and heads in turn; a cluster has one.
         self.most = PROCESSORS * form.there if parts == 1 else 1 << 30
@@ -94,7 +99,6 @@ class Attention:
         """Fill ``out`` and ``lse_out``; there is at least one row. The operands are the operator's own."""
         operands = (q, cache, indices, k_scale, q_scale, index_len, block_table, row_req, out, lse_out)
         with self.parameters.lock:
-            self.parameters.point(*map(address, operands))
             self.parameters.tell(
                 *(*q.stride()[:2], cache.stride(0), indices.stride(0)),
                 *(stride(index_len), stride(block_table), stride(row_req)),
@@ -104,8 +108,13 @@ class Attention:
                 q.shape[0],
                 *self.fixed,
             )
-            items = min(q.shape[0] * self.blocks, self.most)
-            self.launch(items * self.parts, 1, self.stream(), self.parts)
+            self.grid = min(q.shape[0] * self.blocks, self.most) * self.parts
+            self.start(*map(address, operands))
+
+    def start(self, *addresses: int) -> None:
+        """Launch with the numbers that are there, over operands and outputs at these addresses."""
+        self.parameters.point(*addresses)
+        self.launch(self.grid, 1, self.stream(), self.parts)
 
 
 def build_sparse_mla(ctx: BuildContext) -> Callable[..., Any]:

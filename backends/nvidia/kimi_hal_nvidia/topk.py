@@ -23,6 +23,8 @@ ADDRESSES, NUMBERS = 7, "7q 12i"
 #: Source, threads and bytes of shared memory of a block, by form.
 FORMS = {
     "short": ("topk_short", 512, 58000),
+    "middle": ("topk_whole", 512, 90768),
+    "whole": ("topk_whole", 1024, 156304),
     "team": ("topk_team", 512, 90720),
     "large_team": ("topk_team", 1024, 123488),
     "wide": ("topk_wide", 512, 176736),
@@ -31,7 +33,9 @@ FORMS = {
 #: Forms in which a row belongs to a cluster of blocks.
 CLUSTERS = ("team", "large_team", "wide")
 #: Columns that a block holds in registers, where rows begin at whole 16 bytes; elsewhere a vector less.
-SHORT = 8192
+SHORT, MIDDLE, WHOLE = 8192, 16384, 32768
+#: Rows from which, and below which, a block holds the longest of them faster than several do.
+WHOLE_ROWS = range(32, 133)
 #: Blocks of a cluster at most, and columns that a block has at least where there are several.
 CLUSTER, COLUMNS = 16, 16384
 #: Rows from which each multiprocessor has several of its own.
@@ -51,6 +55,25 @@ def team_of(rows: int, columns: int) -> tuple[str, int] | None:
                 return what, blocks
             blocks *= 2
     return None
+
+
+def way_of(rows: int, width: int, columns: int) -> tuple[str, int]:
+    """Return a form and the blocks of a row.
+
+    Args:
+        rows: how many there are.
+        width: columns of a row.
+        columns: the same with those beside it that are read with it.
+    """
+    if columns <= SHORT:
+        return "short", 1
+    if columns <= MIDDLE:
+        return "middle", 1
+    if columns <= WHOLE and rows in WHOLE_ROWS:
+        return "whole", 1
+    if team := team_of(rows, columns):
+        return team
+    return ("wide", blocks_of(rows, width)) if rows < MANY_ROWS else ("many", 1)
 
 
 def form(spec: TopKSpec | IndexerTopKSpec, scores: str) -> str:
@@ -180,14 +203,7 @@ class Selector:
         rows, width = scores.shape
         even = row_start is None and not (scores.data_ptr() | scores.stride(0) * scores.itemsize) % 16
         columns = width if even else width + 8
-        if columns <= SHORT:
-            self.what, self.blocks = "short", 1
-        elif team := team_of(rows, columns):
-            self.what, self.blocks = team
-        elif rows < MANY_ROWS:
-            self.what, self.blocks = "wide", blocks_of(rows, width)
-        else:
-            self.what, self.blocks = "many", 1
+        self.what, self.blocks = way_of(rows, width, columns)
         self.grid = rows * self.blocks
         self.parameters.tell(
             scores.stride(0) if width else 0,  # a row of nothing has no address, and none beside another's

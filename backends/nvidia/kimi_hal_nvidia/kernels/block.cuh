@@ -11,6 +11,9 @@ __device__ __forceinline__ u32 lane() { return threadIdx.x & 31; }
 __device__ __forceinline__ u32 warp() { return threadIdx.x >> 5; }
 __device__ __forceinline__ u32 lanes_below() { return (1u << lane()) - 1; }
 
+// A condition whose code stands behind what is done else.
+__device__ __forceinline__ bool seldom(bool condition) { return __builtin_expect(condition, false); }
+
 __device__ __forceinline__ u32 shared_address(const void* p) {
   return static_cast<u32>(__cvta_generic_to_shared(p));
 }

@@ -332,6 +332,7 @@ struct Scorer {
   }
 
   __device__ __forceinline__ void consume(int group, int next, int count) {
+    wait_for_leader();  // which may have written queries, their scales and weights, and nothing else that is read here
     int token = warp() % 4 * 16 + lane() / 4;
     Turn turn(group, count);
     bool odd = false;

@@ -63,39 +63,48 @@ __device__ __forceinline__ int* stage(Tally& t) { return reinterpret_cast<int*>(
 
 __device__ __forceinline__ u32* bins(Tally& t) { return reinterpret_cast<u32*>(t.bins); }
 __device__ __forceinline__ void count(Tally& t, u32 bin) { atomicAdd(bins(t) + bin, 1u); }
+// The same of a bin's first byte.
+__device__ __forceinline__ void count_at(Tally& t, u32 byte) {
+  asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(shared_address(t.bins) + byte) : "memory");
+}
 
 template <int THREADS>
 __device__ __forceinline__ void clear_bins(Tally& t) {
-  if (THREADS == BINS / 4 || threadIdx.x < BINS / 4) t.bins[threadIdx.x] = make_uint4(0, 0, 0, 0);
+#pragma unroll
+  for (u32 i = threadIdx.x; i < BINS / 4; i += THREADS) t.bins[i] = make_uint4(0, 0, 0, 0);
 }
 
 // Finds the largest bin that, with all above it, holds `needed`: found = {bin, keys above it, keys in it}. The bins
 // are zero behind it. Callers have filled the bins and synchronised; `turn` alternates between the rooms for sums.
 template <int THREADS>
-__device__ __noinline__ void find(Tally& t, uint4* bins, u32 needed, u32 turn) {
-  static_assert(BINS <= 4 * THREADS, "four bins a thread, from the last down");
-  bool live = THREADS == BINS / 4 || threadIdx.x < BINS / 4;
-  uint4 mine = make_uint4(0, 0, 0, 0);
-  if (live) {
-    uint4* at = &bins[BINS / 4 - 1 - threadIdx.x];
-    mine = *at;
-    *at = make_uint4(0, 0, 0, 0);
+__device__ __forceinline__ void find(Tally& t, uint4* bins, u32 needed, u32 turn) {
+  constexpr int QUADS = THREADS < BINS / 4 ? BINS / 4 / THREADS : 1, EACH = QUADS * 4;  // bins a thread, from the last down
+  u32 mine[EACH] = {}, sum = 0;
+  if (THREADS <= BINS / 4 || threadIdx.x < BINS / 4) {
+#pragma unroll
+    for (int i = 0; i < QUADS; i++) {
+      uint4* at = &bins[BINS / 4 - 1 - (threadIdx.x * QUADS + i)];
+      uint4 four = *at;
+      *at = make_uint4(0, 0, 0, 0);
+      mine[4 * i] = four.w, mine[4 * i + 1] = four.z, mine[4 * i + 2] = four.y, mine[4 * i + 3] = four.x;
+    }
   }
-  u32 sum = mine.x + mine.y + mine.z + mine.w, until = warp_inclusive(sum);
+#pragma unroll
+  for (int i = 0; i < EACH; i++) sum += mine[i];
+  u32 until = warp_inclusive(sum);
   if (lane() == 31) t.sums[turn][warp()] = until;
   __syncthreads();
   u32 sums = lane() < warp() ? t.sums[turn][lane()] : 0;
   u32 over = __reduce_add_sync(EVERY, sums) + until - sum;
   if (over < needed && needed <= over + sum) {
-    u32 each[4] = {mine.w, mine.z, mine.y, mine.x};
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      if (over < needed && needed <= over + each[i]) {
-        t.found[0] = BINS - 1 - (threadIdx.x * 4 + i);
+    for (int i = 0; i < EACH; i++) {
+      if (over < needed && needed <= over + mine[i]) {
+        t.found[0] = BINS - 1 - (threadIdx.x * EACH + i);
         t.found[1] = over;
-        t.found[2] = each[i];
+        t.found[2] = mine[i];
       }
-      over += each[i];
+      over += mine[i];
     }
   }
   __syncthreads();

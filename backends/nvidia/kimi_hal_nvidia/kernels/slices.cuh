@@ -348,6 +348,7 @@ __device__ __forceinline__ void select_slices(const Selection& p) {
   using This = Row<Score, ROUND, THREADS, CLUSTERED>;
   This row(p);
   wait_for_leader();
+  let_followers_start();
   Tally& t = m.exchange.tally;
   Together<This, THREADS, CLUSTERED, LIKES> together{p, row, m.exchange, t, 0, 0, false};
   together.clear();

@@ -177,6 +177,11 @@ struct Cursor {
       asm volatile("prefetch.global.L2 [%0];" ::"l"(
           q + (i / lines * a.q_head + min(i % lines * (128 / size), WIDTH - 1)) * size));
   }
+  // Bring the item's row of the block table nearer, as far as a line for each thread goes.
+  __device__ __forceinline__ void announce_table(const Attention& a) const {
+    int line = 32 * (threadIdx.x - S::WORKERS);
+    if (a.space != SLOT && at.end > 0 && line < a.columns) asm volatile("prefetch.global.L2 [%0];" ::"l"(at.table + line));
+  }
   __device__ __forceinline__ bool there() const { return item < items; }
   // Skip items without tiles.
   __device__ __forceinline__ void settle(const Attention& a) {
@@ -786,7 +791,10 @@ __device__ __forceinline__ void attend(const Attention& a) {
   __syncthreads();
   if (threadIdx.x >= S::WORKERS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::FEW));
-    fetch_all<S>(room, a, Cursor<S>(a, first, step, items, part));
+    Cursor<S> cursor(a, first, step, items, part);
+    cursor.announce_table(a);
+    wait_for_leader();  // which may have written the indices, and nothing else that is read here
+    fetch_all<S>(room, a, cursor);
     if (a.parts > 1) cluster_sync(), cluster_sync();  // as those do who compute
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::MANY));

@@ -5,7 +5,7 @@
 #include "halves.cuh"
 #include "selection.cuh"
 
-constexpr u32 RANKED = 96;  // keys that are compared all with all
+constexpr u32 RANKED = 160;  // keys that are compared all with all
 
 // A key's place in the strict order: the higher score, then the lower position. No two keys have the same.
 __device__ __forceinline__ u64 strict(u32 key, u32 place) { return static_cast<u64>(key) << 32 | ~place; }
@@ -43,8 +43,11 @@ struct Together {
   Exchange<CLUSTERED, LIKES>& m;
   Tally& t;
   u32 turn;
-
   u32 round;  // how often bins were added up
+
+  // Divided by the number of blocks, which is a power of two.
+  __device__ __forceinline__ u32 per_block(u32 number) const { return number >> (31 - __clz(p.blocks)); }
+  __device__ __forceinline__ u32 slots() const { return per_block(LIKES); }  // of exchanged keys
 
   // Of all threads, before anything else.
   __device__ __forceinline__ void clear() {
@@ -85,7 +88,7 @@ struct Together {
       find<THREADS>(t, t.bins, needed, turn ^= 1);
       return;
     }
-    u32 each = BINS / 4 / p.blocks, quad = threadIdx.x % each, who = threadIdx.x / each;
+    u32 each = per_block(BINS / 4), quad = threadIdx.x & (each - 1), who = threadIdx.x >> (31 - __clz(each));
     bool live = who < static_cast<u32>(p.blocks);
     if (live) {  // a block adds up a part of the bins
       uint4 some = t.bins[threadIdx.x];
@@ -119,24 +122,24 @@ struct Together {
     __syncthreads();
     above = before = 0;
     if constexpr (!CLUSTERED) return m.told[0];
-    u32 slots = LIKES / p.blocks, mine = m.told[0], who = warp() % p.blocks, team = THREADS / 32 / p.blocks;
+    u32 mine = m.told[0], who = warp() & (p.blocks - 1), team = per_block(THREADS / 32);
     note(m.counts, static_cast<u64>(m.told[1]) << 32 | mine, COUNTS);
-    if (warp() / p.blocks < team) {
+    if (per_block(warp()) < team) {
 #pragma unroll 1
-      for (u32 i = warp() / p.blocks * 32 + lane(); i < min(mine, slots); i += team * 32) {
-        send(&m.all[row.rank * slots + i], who, m.own[i], &m.heard[KEYS_OF_BIN]);
+      for (u32 i = per_block(warp()) * 32 + lane(); i < min(mine, slots()); i += team * 32) {
+        send(&m.all[row.rank * slots() + i], who, m.own[i], &m.heard[KEYS_OF_BIN]);
       }
     }
     hear(COUNTS, 0, 0);
     u64 both = lane() < static_cast<u32>(p.blocks) ? m.counts[lane()] : 0;
     u32 count = static_cast<u32>(both), wins = static_cast<u32>(both >> 32);
-    u32 sent = __reduce_add_sync(EVERY, min(count, slots));
+    u32 sent = __reduce_add_sync(EVERY, min(count, slots()));
     if (threadIdx.x == 0) barrier_expect(&m.heard[KEYS_OF_BIN], 8 * sent);
     hear(KEYS_OF_BIN, 0, 0);
     above = __reduce_add_sync(EVERY, lane() < static_cast<u32>(row.rank) ? wins : 0);
     u32 size = __reduce_add_sync(EVERY, count);
-    before = row.rank * slots;
-    crowded = __reduce_max_sync(EVERY, count) > slots;
+    before = row.rank * slots();
+    crowded = __reduce_max_sync(EVERY, count) > slots();
     if (crowded) before = gather(count);
     return size;
   }
@@ -145,8 +148,8 @@ struct Together {
   // A key of the exchanged ones; 0 where there is none.
   __device__ __forceinline__ u64 key(u32 i, u32 size) const {
     if (!CLUSTERED || crowded) return i < size ? (CLUSTERED ? m.all : m.own)[i] : 0;
-    u32 slots = LIKES / p.blocks;
-    return i % slots < static_cast<u32>(m.counts[i / slots]) ? m.all[i] : 0;
+    u32 each = slots(), who = i >> (31 - __clz(each));
+    return (i & (each - 1)) < static_cast<u32>(m.counts[who]) ? m.all[i] : 0;
   }
 
   // Copies all blocks' keys here one behind the other, where one has more than its room. Returns where those of blocks
@@ -154,12 +157,12 @@ struct Together {
   __device__ __forceinline__ u32 gather(u32 count) {
     u32 until = warp_inclusive(count);
     u32 before = __shfl_sync(EVERY, until - count, row.rank);
-    u32 who = warp() % p.blocks, team = THREADS / 32 / p.blocks;
+    u32 who = warp() & (p.blocks - 1), team = per_block(THREADS / 32);
     u32 first = __shfl_sync(EVERY, until - count, who);
     count = __shfl_sync(EVERY, count, who);
     cluster_sync();
 #pragma unroll 1
-    for (u32 i = warp() / p.blocks * 32 + lane(); i < count && warp() / p.blocks < team; i += team * 32) {
+    for (u32 i = per_block(warp()) * 32 + lane(); i < count && per_block(warp()) < team; i += team * 32) {
       uint2 one = remote(reinterpret_cast<const uint2*>(&m.own[i]), who);
       m.all[first + i] = static_cast<u64>(one.y) << 32 | one.x;
     }
@@ -173,7 +176,7 @@ struct Together {
 
   // Notes the needed-th best of these keys. A warp compares some of them with all at once, two counts to a word.
   __device__ __forceinline__ void compare(const u64* keys, u32 size, u32 needed) const {
-    constexpr u32 WARPS = THREADS / 32, EACH = (RANKED / WARPS + 1) / 2 * 2;
+    constexpr u32 WARPS = THREADS / 32, EACH = WARPS > 16 ? 2 : 4;
 #pragma unroll 1
     for (u32 first = warp(); first < size; first += WARPS * EACH) {
       u64 mine[EACH];
@@ -200,7 +203,7 @@ struct Together {
     u32 digit = 0, room = CLUSTERED ? LIKES : size, all = size;
     bool few = size <= RANKED;
     const u64* from = m.own;
-    if (!few) {
+    if (seldom(!few)) {
 #pragma unroll 1
       for (u32 i = threadIdx.x; i < room; i += THREADS) {
         if (u64 one = key(i, all)) count(t, static_cast<u32>((one - low) >> shift));
@@ -211,7 +214,7 @@ struct Together {
       needed -= t.found[1];
       size = t.found[2];
     }
-    if (CLUSTERED || !few) {
+    if (CLUSTERED || seldom(!few)) {
 #pragma unroll 1
       for (u32 i = threadIdx.x; i < room; i += THREADS) {
         u64 one = key(i, all);
@@ -224,6 +227,12 @@ struct Together {
     __syncthreads();
   }
 
+  // What the strict keys of a bin are from and to.
+  static __device__ __forceinline__ void bounds(u32 bin, u64& low, u64& high) {
+    low = static_cast<u64>(bin ? least_of_bin(bin) : NAN_ORDINAL) << 32;
+    high = static_cast<u64>(bin ? most_of_bin(bin) : NAN_ORDINAL) << 32 | 0xffffffffu;
+  }
+
   // Finds the k-th best. `keys` counts its keys by bins, counts those of higher bins than one, and calls back with
   // each key of one bin.
   template <typename Keys>
@@ -231,11 +240,11 @@ struct Together {
     keys.count_all(t);
     find_together(p.k);
     u32 bin = t.found[0], needed = p.k - t.found[1], same = t.found[2];
-    u64 low = static_cast<u64>(bin ? least_of_bin(bin) : NAN_ORDINAL) << 32;
-    u64 high = static_cast<u64>(bin ? most_of_bin(bin) : NAN_ORDINAL) << 32 | 0xffffffffu;
+    u64 low = 0, high = ~0ull;  // of the bin's keys those that are in question, once there are bounds
     bool open = same > needed || bin == 0;  // bin 0 may have been counted for what is no key
+    if (seldom(open && same > LIKES)) bounds(bin, low, high);
 #pragma unroll 1
-    while (open && same > LIKES) {
+    while (seldom(open && same > LIKES)) {
       int shift = shift_of(low, high);
       keys.each_of(bin, [&](u64 one) {
         if (one >= low && one <= high) count(t, static_cast<u32>((one - low) >> shift));
@@ -260,6 +269,7 @@ struct Together {
     Cut found{bin, 0, low};
     u32 size = exchange(found.above, before);
     if (open) {
+      if (seldom(size > RANKED) && low == 0) bounds(bin, low, high);
       kth(size, needed, low, high);
       found.cut = m.last;
       if constexpr (CLUSTERED) {

@@ -3,9 +3,9 @@
 
 #define TEAM(NAME, SCORE, ROUND)                                                                                \
   extern "C" __global__ void __launch_bounds__(512, 1) team_##NAME(const __grid_constant__ Selection p) {       \
-    select_together<SCORE, ROUND, 512>(p);                                                                    \
+    select_together<SCORE, ROUND, 512, 16>(p);                                                                \
   }                                                                                                             \
   extern "C" __global__ void __launch_bounds__(1024, 1) large_team_##NAME(const __grid_constant__ Selection p) { \
-    select_together<SCORE, ROUND, 1024>(p);                                                                   \
+    select_together<SCORE, ROUND, 1024, 16>(p);                                                               \
   }
 EVERY_FORM(TEAM)
