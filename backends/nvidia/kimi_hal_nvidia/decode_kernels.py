@@ -18,7 +18,7 @@ LETS = Instruction(r"PREEXIT", "the kernel behind it may begin")
 def dsa_decode(target: Target) -> tuple[Kernel, ...]:
     """Return whatever it may launch of the model's heads and float32 scores."""
     return (
-        *(described(STEM, name, target, [WAITS, LETS]) for name in QUANTIZED.values()),
+        *(described(STEM, name, target, [LETS]) for name in QUANTIZED.values()),
         *(
             described(
                 f"index_scores_{element}",
@@ -31,7 +31,10 @@ def dsa_decode(target: Target) -> tuple[Kernel, ...]:
             for ring in RINGS
             if ring.heads == 32
         ),
-        *(described(stem, f"{what}_float32", target, [WAITS, LETS]) for what, (stem, *_) in FORMS.items()),
+        *(
+            described(stem, f"{what}_float32", target, [WAITS, LETS], spilled=SPILLED)
+            for what, (stem, *_) in FORMS.items()
+        ),
         *(
             described("sparse_mla", name, target, [WAITS], spilled=SPILLED)
             for forms in ATTENDED.values()

@@ -1,4 +1,4 @@
-"""``quantize_index_query`` by a CUDA kernel: a warp for each query of a row and head."""
+"""``quantize_index_query`` by a CUDA kernel: half a warp for each query of a row and head."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEM, THREADS = "quantize_query", 128
 #: Kernels by the element of the keys.
 KERNELS = {"e4m3fn": "quantize_fp8", "e2m1": "quantize_fp4"}
 #: Queries of a block.
-EACH = THREADS // 32
+EACH = THREADS // 16
 
 
 class Quantizer:

@@ -22,25 +22,23 @@ from kimi_hal_nvidia.streams import device_index, on_device, raw_stream
 ADDRESSES, NUMBERS = 7, "7q 12i"
 #: Source, threads and bytes of shared memory of a block, by form.
 FORMS = {
-    "short": ("topk_short", 512, 58000),
-    "middle": ("topk_whole", 512, 90768),
-    "whole": ("topk_whole", 1024, 156304),
-    "team": ("topk_team", 512, 90720),
-    "large_team": ("topk_team", 1024, 123488),
-    "wide": ("topk_wide", 512, 176736),
-    "many": ("topk_many", 512, 103056),
+    "short": ("topk_short", 512, 58016),
+    "middle": ("topk_whole", 512, 90784),
+    "whole": ("topk_whole", 1024, 156320),
+    "team": ("topk_team", 512, 123488),
+    "large_team": ("topk_team", 1024, 156256),
+    "wide": ("topk_wide", 512, 176752),
+    "many": ("topk_many", 512, 103072),
 }
 #: Forms in which a row belongs to a cluster of blocks.
 CLUSTERS = ("team", "large_team", "wide")
 #: Columns that a block holds in registers, where rows begin at whole 16 bytes; elsewhere a vector less.
 SHORT, MIDDLE, WHOLE = 8192, 16384, 32768
-#: Rows from which, and below which, a block holds the longest of them faster than several do.
-WHOLE_ROWS = range(32, 133)
 #: Blocks of a cluster at most, and columns that a block has at least where there are several.
 CLUSTER, COLUMNS = 16, 16384
 #: Rows from which each multiprocessor has several of its own.
 MANY_ROWS = 133
-#: Blocks at most where clusters are the largest, which few places on the chip suit.
+#: Blocks at most where clusters are large, which few places on the chip suit, or could be smaller.
 MANY_LARGE = 64
 #: Multiprocessors that clusters are spread over.
 PROCESSORS = 132
@@ -48,9 +46,9 @@ PROCESSORS = 132
 
 def team_of(rows: int, columns: int) -> tuple[str, int] | None:
     """Return a form and blocks of a row whose registers hold it, or None: the fewest, and as many as stand beside."""
-    for what, each in (("team", SHORT), ("large_team", 2 * SHORT)):
+    for what, each, most in (("team", SHORT, MANY_LARGE), ("large_team", 2 * SHORT, PROCESSORS)):
         blocks = 2
-        while blocks <= CLUSTER and rows * blocks <= (MANY_LARGE if blocks == CLUSTER else PROCESSORS):
+        while blocks <= CLUSTER and rows * blocks <= (MANY_LARGE if blocks == CLUSTER else most):
             if columns <= blocks * each:
                 return what, blocks
             blocks *= 2
@@ -69,10 +67,10 @@ def way_of(rows: int, width: int, columns: int) -> tuple[str, int]:
         return "short", 1
     if columns <= MIDDLE:
         return "middle", 1
-    if columns <= WHOLE and rows in WHOLE_ROWS:
-        return "whole", 1
     if team := team_of(rows, columns):
         return team
+    if columns <= WHOLE:
+        return "whole", 1
     return ("wide", blocks_of(rows, width)) if rows < MANY_ROWS else ("many", 1)
 
 

@@ -169,7 +169,7 @@ constexpr int LIKES = 1024;  // keys of one bin that are exchanged
 
 template <int THREADS, bool CLUSTERED, int KEYS>
 struct HeldRoom {
-  Exchange<CLUSTERED, LIKES> exchange;
+  Exchange<CLUSTERED, LIKES, CLUSTERED> exchange;
   float scores[KEYS * THREADS];
 };
 
@@ -213,7 +213,7 @@ template <typename Score, bool ROUND, int THREADS, int KEYS>
 __device__ __forceinline__ void select_together(const Selection& p) {
   using Keys = Held<Score, ROUND, THREADS, false, KEYS>;
   using This = Row<Score, ROUND, THREADS, true>;
-  using Chooser = Together<This, THREADS, true, LIKES>;
+  using Chooser = Together<This, THREADS, true, LIKES, true>;
   constexpr int WIDTH = Keys::WIDTH;
   extern __shared__ __align__(16) unsigned char memory[];
   auto& room = *reinterpret_cast<HeldRoom<THREADS, true, KEYS>*>(memory);
@@ -221,7 +221,7 @@ __device__ __forceinline__ void select_together(const Selection& p) {
   This row(p);
   wait_for_leader();
   let_followers_start();
-  Chooser together{p, row, room.exchange, t, 0, 0, false};
+  Chooser together{p, row, room.exchange, t, 0, 0};
   Keys keys;
   keys.scores = room.scores;
   Vector<Score> v[Keys::VECTORS];
@@ -241,7 +241,7 @@ __device__ __forceinline__ void select_together(const Selection& p) {
     row.take_all();
   } else {
     keys.take(v, max(0, begin), end);
-    select_from<false, This, Keys, Chooser, THREADS>(row, keys, together, t, max(0, begin), end);
+    select_from<true, This, Keys, Chooser, THREADS>(row, keys, together, t, max(0, begin), end);
   }
   if (p.slots) {
     cluster_sync();
@@ -254,7 +254,7 @@ template <typename Score, bool ROUND, int THREADS, int KEYS>
 __device__ __forceinline__ void select_alone(const Selection& p) {
   using Keys = Held<Score, ROUND, THREADS, true, KEYS>;
   using This = Row<Score, ROUND, THREADS, false>;
-  using Chooser = Together<This, THREADS, false, LIKES>;
+  using Chooser = Together<This, THREADS, false, LIKES, false>;
   constexpr int WIDTH = Keys::WIDTH, VECTORS = Keys::VECTORS;
   extern __shared__ __align__(16) unsigned char memory[];
   auto& room = *reinterpret_cast<HeldRoom<THREADS, false, KEYS>*>(memory);
@@ -262,7 +262,7 @@ __device__ __forceinline__ void select_alone(const Selection& p) {
   This row(p);
   wait_for_leader();
   let_followers_start();
-  Chooser together{p, row, room.exchange, t, 0, 0, false};
+  Chooser together{p, row, room.exchange, t, 0, 0};
   Keys keys;
   keys.scores = reinterpret_cast<Score*>(room.scores);
   keys.first = (warp() * VECTORS * 32 + lane()) * WIDTH - row.skew;

@@ -1,4 +1,4 @@
-// quantize_index_query: a warp for each query of a row and head, four numbers a lane.
+// quantize_index_query: half a warp for each query of a row and head, eight numbers a lane.
 #include <cuda_bf16.h>
 
 #include "block.cuh"
@@ -14,7 +14,7 @@ struct Quantizing {
   float weight_scale;
 };
 
-constexpr int THREADS = 128, EACH = 4;
+constexpr int THREADS = 128, EACH = 8, LANES = 16;
 constexpr float FLOOR = 1e-4f, TARGET = 448.0f;
 constexpr float ROOT = 0.08838834764831845f;  // 128^-1/2
 
@@ -38,36 +38,40 @@ __device__ __forceinline__ float number(const void* from, long long i, int is_fl
   return is_float ? static_cast<const float*>(from)[i] : __bfloat162float(static_cast<const __nv_bfloat16*>(from)[i]);
 }
 
+// Two numbers of a word.
+__device__ __forceinline__ void widen(float* x, u32 two) {
+  x[0] = __uint_as_float(two << 16), x[1] = __uint_as_float(two & 0xffff0000u);
+}
+
 // This lane's numbers of a query, wherever it stands.
 __device__ __forceinline__ void load(float (&x)[EACH], const Quantizing& p, long long at) {
-  if (p.q_float) {
-    const float* from = static_cast<const float*>(p.q) + at;
-    if (reinterpret_cast<u64>(from) % 16 == 0) {
-      float4 v = *reinterpret_cast<const float4*>(from);
-      x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
-      return;
-    }
-#pragma unroll
-    for (int i = 0; i < EACH; i++) x[i] = from[i];
+  bool whole = (reinterpret_cast<u64>(p.q) + at * (p.q_float ? 4 : 2)) % 16 == 0;
+  if (whole && !p.q_float) {
+    uint4 v = *reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(p.q) + at);
+    widen(x, v.x), widen(x + 2, v.y), widen(x + 4, v.z), widen(x + 6, v.w);
+  } else if (whole) {
+    const float4* from = reinterpret_cast<const float4*>(static_cast<const float*>(p.q) + at);
+    float4 v = from[0], w = from[1];
+    x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w, x[4] = w.x, x[5] = w.y, x[6] = w.z, x[7] = w.w;
   } else {
-    const __nv_bfloat16* from = static_cast<const __nv_bfloat16*>(p.q) + at;
-    if (reinterpret_cast<u64>(from) % 8 == 0) {
-      uint2 v = *reinterpret_cast<const uint2*>(from);
-      x[0] = __uint_as_float(v.x << 16), x[1] = __uint_as_float(v.x & 0xffff0000u);
-      x[2] = __uint_as_float(v.y << 16), x[3] = __uint_as_float(v.y & 0xffff0000u);
-      return;
-    }
 #pragma unroll
-    for (int i = 0; i < EACH; i++) x[i] = __bfloat162float(from[i]);
+    for (int i = 0; i < EACH; i++) x[i] = number(p.q, at + i, p.q_float);
   }
 }
 
 // Turns the query by the orthonormal Hadamard matrix in Sylvester's order: the nearest numbers are paired first.
 __device__ __forceinline__ void turn(float (&x)[EACH]) {
-  float a = x[0] + x[1], b = x[0] - x[1], c = x[2] + x[3], d = x[2] - x[3];
-  x[0] = a + c, x[1] = b + d, x[2] = a - c, x[3] = b - d;
 #pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
+  for (int half = 1; half < EACH; half *= 2) {
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      if (i & half) continue;
+      float low = x[i], high = x[i + half];
+      x[i] = low + high, x[i + half] = low - high;
+    }
+  }
+#pragma unroll
+  for (int step = 1; step < LANES; step *= 2) {
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
       float other = __shfl_xor_sync(EVERY, x[i], step);
@@ -101,33 +105,41 @@ __device__ __forceinline__ u32 fp4(float x) {
   return is_nan(x) ? 0 : code | __float_as_uint(x) >> 31 << 3;
 }
 
+// Where a lane's bytes go.
+template <int BYTES>
+__device__ __forceinline__ unsigned char* place(const Quantizing& p, long long row, int head) {
+  return p.q_out + row * p.q_out_row + head * p.q_out_head + lane() % LANES * BYTES;
+}
+
+// Quantises a query and writes its codes, and its scales if they stay apart, where `live`; returns the scale that does not.
 struct Fp8 {
-  static __device__ __forceinline__ float put(const Quantizing& p, const float (&x)[EACH], long long row, int head) {
+  static __device__ __forceinline__ float put(const Quantizing& p, const float (&x)[EACH], long long row, int head, bool live) {
     float most = largest(x);
 #pragma unroll
-    for (int step = 16; step; step /= 2) most = fmaxf(most, __shfl_xor_sync(EVERY, most, step));
+    for (int step = LANES / 2; step; step /= 2) most = fmaxf(most, __shfl_xor_sync(EVERY, most, step));
     int exponent = ceil_log2(__fdiv_rn(fmaxf(most, FLOOR), TARGET));
     float by = reciprocal(exponent);
-    u32 codes = two_fp8(x[0] * by, x[1] * by) | two_fp8(x[2] * by, x[3] * by) << 16;
-    unsigned char* to = p.q_out + row * p.q_out_row + head * p.q_out_head + lane() * 4;
-    if (reinterpret_cast<u64>(to) % 4 == 0) {
-      *reinterpret_cast<u32*>(to) = codes;
-    } else {
+    u32 low = two_fp8(x[0] * by, x[1] * by) | two_fp8(x[2] * by, x[3] * by) << 16;
+    u32 high = two_fp8(x[4] * by, x[5] * by) | two_fp8(x[6] * by, x[7] * by) << 16;
+    unsigned char* to = place<8>(p, row, head);
+    if (live && reinterpret_cast<u64>(to) % 8 == 0) {
+      *reinterpret_cast<uint2*>(to) = make_uint2(low, high);
+    } else if (live) {
 #pragma unroll
-      for (int i = 0; i < 4; i++) to[i] = codes >> 8 * i;
+      for (int i = 0; i < 8; i++) to[i] = (i < 4 ? low : high) >> i % 4 * 8;
     }
     return power(exponent);
   }
 };
 
 struct Fp4 {
-  static __device__ __forceinline__ float put(const Quantizing& p, const float (&x)[EACH], long long row, int head) {
+  static __device__ __forceinline__ float put(const Quantizing& p, const float (&x)[EACH], long long row, int head, bool live) {
     float most = largest(x);
     u32 broken = 0;
 #pragma unroll
     for (int i = 0; i < EACH; i++) broken |= is_nan(x[i]);
 #pragma unroll
-    for (int step = 4; step; step /= 2) {  // eight lanes have a group of 32
+    for (int step = 2; step; step /= 2) {  // four lanes have a group of 32
       most = fmaxf(most, __shfl_xor_sync(EVERY, most, step));
       broken |= __shfl_xor_sync(EVERY, broken, step);
     }
@@ -136,30 +148,37 @@ struct Fp4 {
     u32 codes = 0;
 #pragma unroll
     for (int i = 0; i < EACH; i++) codes |= (broken ? 0 : fp4(x[i] * by)) << 4 * i;
-    unsigned char* to = p.q_out + row * p.q_out_row + head * p.q_out_head + lane() * 2;
-    to[0] = codes, to[1] = codes >> 8;
-    if (lane() % 8 == 0) {
-      p.scale_out[row * p.scale_out_row + head * p.scale_out_head + lane() / 8] = broken ? 255 : exponent + 127;
+    unsigned char* to = place<4>(p, row, head);
+    if (live && reinterpret_cast<u64>(to) % 4 == 0) {
+      *reinterpret_cast<u32*>(to) = codes;
+    } else if (live) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) to[i] = codes >> 8 * i;
+    }
+    if (live && lane() % 4 == 0) {
+      p.scale_out[row * p.scale_out_row + head * p.scale_out_head + lane() % LANES / 4] = broken ? 255 : exponent + 127;
     }
     return 1.0f;
   }
 };
 
+// It is launched as any kernel is: all that goes before it is done. So the next one may begin at once.
 template <typename Element>
 __device__ __forceinline__ void quantize(const Quantizing& p) {
-  wait_for_leader();
   let_followers_start();
-  u32 item = blockIdx.x * (THREADS / 32) + warp();
-  if (item >= static_cast<u32>(p.rows) * p.heads) return;
+  u32 all = static_cast<u32>(p.rows) * p.heads, item = (blockIdx.x * THREADS + threadIdx.x) / LANES;
+  bool live = item < all;
+  item = min(item, all - 1);
   u32 of_row = item / p.heads;
   int head = static_cast<int>(item - of_row * p.heads);
   long long row = of_row;
+  bool first = live && lane() % LANES == 0;
   float x[EACH];
-  load(x, p, row * p.q_row + head * p.q_head + lane() * EACH);
-  float weight = lane() == 0 ? number(p.weights, row * p.weights_row + head, p.weights_float) : 0.0f;
+  load(x, p, row * p.q_row + head * p.q_head + lane() % LANES * EACH);
+  float weight = first ? number(p.weights, row * p.weights_row + head, p.weights_float) : 0.0f;
   if (p.hadamard) turn(x);
-  float scale = Element::put(p, x, row, head);
-  if (lane() == 0) {
+  float scale = Element::put(p, x, row, head, live);
+  if (first) {
     float w = weight * p.weight_scale * scale;
     long long at = row * p.weights_out_row + head;
     if (p.weights_out_float) static_cast<float*>(p.weights_out)[at] = w;

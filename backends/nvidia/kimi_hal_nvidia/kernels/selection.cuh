@@ -26,7 +26,7 @@ constexpr int MOST_K = 2048;
 struct Tally {
   uint4 bins[BINS / 4];
   u32 sums[2][32];
-  u32 found[3], listed, collected, above;
+  u32 found[3], listed, collected;
 };
 
 template <typename Score>
@@ -74,18 +74,16 @@ __device__ __forceinline__ void clear_bins(Tally& t) {
   for (u32 i = threadIdx.x; i < BINS / 4; i += THREADS) t.bins[i] = make_uint4(0, 0, 0, 0);
 }
 
-// Finds the largest bin that, with all above it, holds `needed`: found = {bin, keys above it, keys in it}. The bins
-// are zero behind it. Callers have filled the bins and synchronised; `turn` alternates between the rooms for sums.
-template <int THREADS>
-__device__ __forceinline__ void find(Tally& t, uint4* bins, u32 needed, u32 turn) {
+// Finds the largest bin that, with all above it, holds `needed`: found = {bin, keys above it, keys in it}. `take` gives
+// four bins. Callers have filled them and synchronised; `turn` alternates between the rooms for sums.
+template <int THREADS, typename Take>
+__device__ __forceinline__ void find(Tally& t, u32 needed, u32 turn, Take take) {
   constexpr int QUADS = THREADS < BINS / 4 ? BINS / 4 / THREADS : 1, EACH = QUADS * 4;  // bins a thread, from the last down
   u32 mine[EACH] = {}, sum = 0;
   if (THREADS <= BINS / 4 || threadIdx.x < BINS / 4) {
 #pragma unroll
     for (int i = 0; i < QUADS; i++) {
-      uint4* at = &bins[BINS / 4 - 1 - (threadIdx.x * QUADS + i)];
-      uint4 four = *at;
-      *at = make_uint4(0, 0, 0, 0);
+      uint4 four = take(BINS / 4 - 1 - (threadIdx.x * QUADS + i));
       mine[4 * i] = four.w, mine[4 * i + 1] = four.z, mine[4 * i + 2] = four.y, mine[4 * i + 3] = four.x;
     }
   }
@@ -108,6 +106,16 @@ __device__ __forceinline__ void find(Tally& t, uint4* bins, u32 needed, u32 turn
     }
   }
   __syncthreads();
+}
+
+// The same of bins that are zero behind it.
+template <int THREADS>
+__device__ __forceinline__ void find(Tally& t, uint4* bins, u32 needed, u32 turn) {
+  find<THREADS>(t, needed, turn, [&](int quad) {
+    uint4 four = bins[quad];
+    bins[quad] = make_uint4(0, 0, 0, 0);
+    return four;
+  });
 }
 
 // One row: where it is and where its winners go. It belongs to a block, or to a cluster of blocks. The leader may have

@@ -19,7 +19,7 @@ struct Room {
     uint4 map[WORDS / 4];              // winners by position
   };
   uint2 found[LISTED];  // of the block
-  Exchange<CLUSTERED, LIKES> exchange;
+  Exchange<CLUSTERED, LIKES, false> exchange;
 };
 
 // Bin of one score.
@@ -104,7 +104,7 @@ struct Slices {
   const This& row;
   Room<THREADS, LISTED, WORDS, CLUSTERED>& m;
   Tally& t;
-  Together<This, THREADS, CLUSTERED, LIKES>& together;
+  Together<This, THREADS, CLUSTERED, LIKES, false>& together;
   int vectors, share;  // of the row, of a slice
 
   // First position of a slice.
@@ -350,7 +350,7 @@ __device__ __forceinline__ void select_slices(const Selection& p) {
   wait_for_leader();
   let_followers_start();
   Tally& t = m.exchange.tally;
-  Together<This, THREADS, CLUSTERED, LIKES> together{p, row, m.exchange, t, 0, 0, false};
+  Together<This, THREADS, CLUSTERED, LIKES, false> together{p, row, m.exchange, t, 0, 0};
   together.clear();
   if (threadIdx.x == 0) t.collected = 0;
   row.measure();

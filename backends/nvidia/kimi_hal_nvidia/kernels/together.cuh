@@ -11,15 +11,17 @@ constexpr u32 RANKED = 160;  // keys that are compared all with all
 __device__ __forceinline__ u64 strict(u32 key, u32 place) { return static_cast<u64>(key) << 32 | ~place; }
 
 constexpr int CLUSTER = 16;  // blocks at most
+constexpr int FEW = 4;       // blocks that give each other all of their bins, once
 
 // Blocks of a cluster talk by sending, each value with a word to a barrier of the receiver, which waits for bytes:
 // barriers of a cluster would wait for all memory.
-template <bool CLUSTERED, int LIKES>
+template <bool CLUSTERED, int LIKES, bool GIVEN>
 struct Exchange {
   Tally tally;
   uint4 parts[CLUSTERED ? BINS / 4 : 1];     // all blocks' bins of the part that this block adds up
   uint4 part[CLUSTERED ? BINS / 4 : 1];      // their sums
   uint4 all_bins[CLUSTERED ? BINS / 4 : 1];  // of the cluster
+  uint4 given[GIVEN ? FEW * BINS / 4 : 1];   // all bins of few blocks
   u64 own[LIKES], list[LIKES];
   u64 all[CLUSTERED ? LIKES : 1];  // the blocks' keys, some room for each
   u64 counts[CLUSTER];             // of each block: keys in the bin, and winners for certain << 32
@@ -36,15 +38,17 @@ struct Cut {
   u64 cut;
 };
 
-template <typename Row, int THREADS, bool CLUSTERED, int LIKES>
+template <typename Row, int THREADS, bool CLUSTERED, int LIKES, bool GIVEN>
 struct Together {
   const Selection& p;
   const Row& row;
-  Exchange<CLUSTERED, LIKES>& m;
+  Exchange<CLUSTERED, LIKES, GIVEN>& m;
   Tally& t;
   u32 turn;
   u32 round;  // how often bins were added up
 
+  // Whether blocks give each other all of their bins the first time, instead of adding up a part each.
+  __device__ __forceinline__ bool few() const { return GIVEN && p.blocks <= FEW; }
   // Divided by the number of blocks, which is a power of two.
   __device__ __forceinline__ u32 per_block(u32 number) const { return number >> (31 - __clz(p.blocks)); }
   __device__ __forceinline__ u32 slots() const { return per_block(LIKES); }  // of exchanged keys
@@ -53,12 +57,12 @@ struct Together {
   __device__ __forceinline__ void clear() {
     clear_bins<THREADS>(t);
     if (threadIdx.x == 0) {
-      t.listed = t.above = m.told[0] = m.told[1] = 0;
+      t.listed = m.told[0] = m.told[1] = 0;
       if constexpr (CLUSTERED) {
 #pragma unroll
         for (int i = 0; i < 5; i++) barrier_init(&m.heard[i], 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        barrier_expect(&m.heard[PARTS], BINS * 4);
+        barrier_expect(&m.heard[PARTS], BINS * 4 * (few() ? p.blocks : 1));
         barrier_expect(&m.heard[ALL_BINS], BINS * 4);
         barrier_expect(&m.heard[COUNTS], p.blocks * 8);
         barrier_expect(&m.heard[NOTES], p.blocks * 8);
@@ -88,6 +92,11 @@ struct Together {
       find<THREADS>(t, t.bins, needed, turn ^= 1);
       return;
     }
+    if (few() && round == 0) {
+      give(needed);
+      return;
+    }
+    if (few() && round == 1) cluster_sync();  // else a block might hear of this round before it has heard all of the last
     u32 each = per_block(BINS / 4), quad = threadIdx.x & (each - 1), who = threadIdx.x >> (31 - __clz(each));
     bool live = who < static_cast<u32>(p.blocks);
     if (live) {  // a block adds up a part of the bins
@@ -106,9 +115,33 @@ struct Together {
     }
     __syncthreads();
     if (live) send(&m.all_bins[row.rank * each + quad], who, m.part[quad], &m.heard[ALL_BINS]);
-    hear(ALL_BINS, round, BINS * 4);
+    hear(ALL_BINS, few() ? round - 1 : round, BINS * 4);
     round++;
     find<THREADS>(t, m.all_bins, needed, turn ^= 1);
+  }
+
+  // The same, once: every block gets all bins, and adds up what it looks at.
+  __device__ __forceinline__ void give(u32 needed) {
+    constexpr u32 ALL = BINS / 4;
+#pragma unroll 1
+    for (u32 i = threadIdx.x; i < ALL; i += THREADS) {
+      uint4 some = t.bins[i];
+      t.bins[i] = make_uint4(0, 0, 0, 0);
+#pragma unroll 1
+      for (u32 who = 0; who < static_cast<u32>(p.blocks); who++) {
+        send(&m.given[row.rank * ALL + i], who, some, &m.heard[PARTS]);
+      }
+    }
+    hear(PARTS, round++, BINS * 4);
+    find<THREADS>(t, needed, turn ^= 1, [&](int quad) {
+      uint4 sum = m.given[quad];
+#pragma unroll
+      for (int i = 1; i < FEW; i++) {
+        uint4 more = i < p.blocks ? m.given[i * ALL + quad] : make_uint4(0, 0, 0, 0);
+        sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
+      }
+      return sum;
+    });
   }
 
   // Sends a value of this block to all, which get it at `to[rank]`.
@@ -116,58 +149,47 @@ struct Together {
     if (warp() == 0 && lane() < static_cast<u32>(p.blocks)) send(&to[row.rank], lane(), value, &m.heard[which]);
   }
 
-  // Sends this block's keys and counts to all blocks, and waits for theirs: how many keys there are, where those of
-  // blocks before this one end, and the winners of those blocks.
+  // Sends this block's keys and counts to all blocks, and waits for theirs, which then stand one behind the other in
+  // `list`: how many there are, where those of blocks before this one end, and the winners of those blocks.
   __device__ __forceinline__ u32 exchange(u32& above, u32& before) {
     __syncthreads();
     above = before = 0;
     if constexpr (!CLUSTERED) return m.told[0];
     u32 mine = m.told[0], who = warp() & (p.blocks - 1), team = per_block(THREADS / 32);
+    u32 begin = per_block(warp()) < team ? per_block(warp()) * 32 + lane() : LIKES;  // of a warp's keys from or for a block
     note(m.counts, static_cast<u64>(m.told[1]) << 32 | mine, COUNTS);
-    if (per_block(warp()) < team) {
 #pragma unroll 1
-      for (u32 i = per_block(warp()) * 32 + lane(); i < min(mine, slots()); i += team * 32) {
-        send(&m.all[row.rank * slots() + i], who, m.own[i], &m.heard[KEYS_OF_BIN]);
-      }
+    for (u32 i = begin; i < min(mine, slots()); i += team * 32) {
+      send(&m.all[row.rank * slots() + i], who, m.own[i], &m.heard[KEYS_OF_BIN]);
     }
     hear(COUNTS, 0, 0);
     u64 both = lane() < static_cast<u32>(p.blocks) ? m.counts[lane()] : 0;
-    u32 count = static_cast<u32>(both), wins = static_cast<u32>(both >> 32);
+    u32 count = static_cast<u32>(both), wins = static_cast<u32>(both >> 32), until = warp_inclusive(count);
     u32 sent = __reduce_add_sync(EVERY, min(count, slots()));
     if (threadIdx.x == 0) barrier_expect(&m.heard[KEYS_OF_BIN], 8 * sent);
-    hear(KEYS_OF_BIN, 0, 0);
+    u32 first = __shfl_sync(EVERY, until - count, who), its = __shfl_sync(EVERY, count, who);
+    before = __shfl_sync(EVERY, until - count, row.rank);
     above = __reduce_add_sync(EVERY, lane() < static_cast<u32>(row.rank) ? wins : 0);
-    u32 size = __reduce_add_sync(EVERY, count);
-    before = row.rank * slots();
-    crowded = __reduce_max_sync(EVERY, count) > slots();
-    if (crowded) before = gather(count);
-    return size;
-  }
-  bool crowded;  // a block had more keys than its room
-
-  // A key of the exchanged ones; 0 where there is none.
-  __device__ __forceinline__ u64 key(u32 i, u32 size) const {
-    if (!CLUSTERED || crowded) return i < size ? (CLUSTERED ? m.all : m.own)[i] : 0;
-    u32 each = slots(), who = i >> (31 - __clz(each));
-    return (i & (each - 1)) < static_cast<u32>(m.counts[who]) ? m.all[i] : 0;
+    hear(KEYS_OF_BIN, 0, 0);
+    if (seldom(__reduce_max_sync(EVERY, count) > slots())) {  // a block has more than its room
+      gather(who, first, begin, its, team * 32);
+    } else {
+#pragma unroll 1
+      for (u32 i = begin; i < its; i += team * 32) m.list[first + i] = m.all[who * slots() + i];
+      __syncthreads();
+    }
+    return __shfl_sync(EVERY, until, 31);
   }
 
-  // Copies all blocks' keys here one behind the other, where one has more than its room. Returns where those of blocks
-  // before this one end.
-  __device__ __forceinline__ u32 gather(u32 count) {
-    u32 until = warp_inclusive(count);
-    u32 before = __shfl_sync(EVERY, until - count, row.rank);
-    u32 who = warp() & (p.blocks - 1), team = per_block(THREADS / 32);
-    u32 first = __shfl_sync(EVERY, until - count, who);
-    count = __shfl_sync(EVERY, count, who);
+  // Fetches keys of a block, `begin` and every `step`-th from there of `size`, to `list` from `first` on.
+  __device__ __forceinline__ void gather(u32 who, u32 first, u32 begin, u32 size, u32 step) {
     cluster_sync();
 #pragma unroll 1
-    for (u32 i = per_block(warp()) * 32 + lane(); i < count && per_block(warp()) < team; i += team * 32) {
+    for (u32 i = begin; i < size; i += step) {
       uint2 one = remote(reinterpret_cast<const uint2*>(&m.own[i]), who);
-      m.all[first + i] = static_cast<u64>(one.y) << 32 | one.x;
+      m.list[first + i] = static_cast<u64>(one.y) << 32 | one.x;
     }
     cluster_sync();  // nobody reads here any more
-    return before;
   }
 
   static __device__ __forceinline__ int shift_of(u64 low, u64 high) {
@@ -197,31 +219,26 @@ struct Together {
     }
   }
 
-  // The needed-th best of the exchanged keys, all of which are from `low` to `high`.
+  // The needed-th best of the keys, all of which are from `low` to `high`.
   __device__ __forceinline__ void kth(u32 size, u32 needed, u64 low, u64 high) {
-    int shift = shift_of(low, high);
-    u32 digit = 0, room = CLUSTERED ? LIKES : size, all = size;
-    bool few = size <= RANKED;
-    const u64* from = m.own;
-    if (seldom(!few)) {
+    const u64* from = CLUSTERED ? m.list : m.own;
+    if (seldom(size > RANKED)) {  // only those of the digit that the one sought has
+      int shift = shift_of(low, high);
+      u64* to = CLUSTERED ? m.all : m.list;
 #pragma unroll 1
-      for (u32 i = threadIdx.x; i < room; i += THREADS) {
-        if (u64 one = key(i, all)) count(t, static_cast<u32>((one - low) >> shift));
-      }
+      for (u32 i = threadIdx.x; i < size; i += THREADS) count(t, static_cast<u32>((from[i] - low) >> shift));
       __syncthreads();
       find<THREADS>(t, t.bins, needed, turn ^= 1);
-      digit = t.found[0];
-      needed -= t.found[1];
-      size = t.found[2];
-    }
-    if (CLUSTERED || seldom(!few)) {
+      u32 digit = t.found[0];
 #pragma unroll 1
-      for (u32 i = threadIdx.x; i < room; i += THREADS) {
-        u64 one = key(i, all);
-        if (one && (few || static_cast<u32>((one - low) >> shift) == digit)) m.list[atomicAdd(&t.listed, 1u)] = one;
+      for (u32 i = threadIdx.x; i < size; i += THREADS) {
+        u64 one = from[i];
+        if (static_cast<u32>((one - low) >> shift) == digit) to[atomicAdd(&t.listed, 1u)] = one;
       }
       __syncthreads();
-      from = m.list;
+      needed -= t.found[1];
+      size = t.found[2];
+      from = to;
     }
     compare(from, size, needed);
     __syncthreads();
@@ -275,11 +292,8 @@ struct Together {
       if constexpr (CLUSTERED) {
         u32 winners = 0;
 #pragma unroll 1
-        for (u32 i = threadIdx.x; i < before; i += THREADS) winners += key(i, size) >= found.cut;
-        winners = __reduce_add_sync(EVERY, winners);
-        if (lane() == 0 && winners) atomicAdd(&t.above, winners);
-        __syncthreads();
-        found.above += t.above;
+        for (u32 i = lane(); i < before; i += 32) winners += m.list[i] >= found.cut;
+        found.above += __reduce_add_sync(EVERY, winners);
       }
     }
     return found;
