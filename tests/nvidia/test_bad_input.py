@@ -65,6 +65,14 @@ BEYOND: dict[str, tuple[dict[str, Any], list[str]]] = {
             "num_heads=65 is not 1 to 64",
         ],
     ),
+    "indexer_logits-cuda_fp8_sum": (
+        {"num_heads": 65, "index": "index.mxfp4.page64"},
+        [
+            "index='index.mxfp4.page64' is not 'index.fp8.e4m3fn.f32.page64' | "
+            "'index.fp8.e4m3fn.pow2.page64' | 'index.fp8.e4m3fn.ue8m0x4.page64'",
+            "num_heads=65 is not 1 to 64",
+        ],
+    ),
     "indexer_topk-triton": ({"topk": 2**21}, ["IndexerTopKSpec: topk=2097152 is not 1 to 1048576"]),
     "indexer_topk-cuda": (
         {"topk": 2049, "num_heads": 65},

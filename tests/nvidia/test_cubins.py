@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from kimi_hal.errors import PluginError
-from kimi_hal_nvidia import build, cubins, scores, topk
+from kimi_hal_nvidia import build, cubins, fp8_sum, scores, topk
 from kimi_hal_nvidia.parameters import Parameters
 
-FILES = [(stem, arch) for stem in cubins.STEMS for arch in cubins.TARGETS]
+FILES = cubins.kept()
 
 
 @pytest.mark.parametrize(("stem", "arch"), FILES)
@@ -75,6 +75,7 @@ LAYOUTS = """
 #include "held.cuh"
 #undef LIKES
 #include "slices.cuh"
+#include "sums.cuh"
 int main() {
   printf("%zu %zu\\n", sizeof(Selection), sizeof(Scoring));
   printf("%zu %zu ", sizeof(HeldRoom<512, false, 16>), sizeof(HeldRoom<512, false, 32>));
@@ -102,6 +103,7 @@ def test_packed_structures_and_shared_memory_are_as_long_as_in_the_sources(tmp_p
         f'printf("%zu\\n", sizeof(Ring<{e.title()}, {r.columns}, {r.cut[e][0]}, {r.cut[e][1]}>));'
         for e, r in rings
     ]
+    lines.append(f'printf("%zu\\n", sizeof(sums::Memory<{fp8_sum.GROUPS}, {fp8_sum.PAGES}>));')
     source = tmp_path / "layouts.cu"
     source.write_text(LAYOUTS + "\n".join(lines) + "\n}\n")
     command = [
@@ -115,8 +117,9 @@ def test_packed_structures_and_shared_memory_are_as_long_as_in_the_sources(tmp_p
     ]
     subprocess.run([*command, "-gencode=arch=compute_90a,code=sm_90a"], check=True, capture_output=True)
     said = subprocess.run([str(tmp_path / "layouts")], check=True, capture_output=True, text=True).stdout
-    first, second, *sizes = said.splitlines()
+    first, second, *sizes, sums = said.splitlines()
     packed = [Parameters(module.ADDRESSES, module.NUMBERS).size for module in (topk, scores)]
     assert first == " ".join(map(str, packed))
     assert second == " ".join(str(shared) for _, _, shared in topk.FORMS.values())
+    assert sums == str(fp8_sum.SHARED)
     assert [int(size) for size in sizes] == [r.shared(e) for e, r in rings]

@@ -46,16 +46,15 @@ def main() -> None:
     nvcc = compiler()
     made: dict[str, dict[str, str]] = {}
     cubins.KEPT.mkdir(exist_ok=True)
-    for stem in cubins.STEMS:
-        for arch, target in cubins.TARGETS.items():
-            path = cubins.KEPT / cubins.file_name(stem, arch)
-            compile_one(nvcc, stem, target, path)
-            made[path.name] = {
-                "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
-                "source": cubins.source_hash(stem),
-                "nvcc": version(nvcc),
-            }
-            print(f"{path.name}: {path.stat().st_size} bytes")
+    for stem, arch in cubins.kept():
+        path = cubins.KEPT / cubins.file_name(stem, arch)
+        compile_one(nvcc, stem, cubins.TARGETS[arch], path)
+        made[path.name] = {
+            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+            "source": cubins.source_hash(stem),
+            "nvcc": version(nvcc),
+        }
+        print(f"{path.name}: {path.stat().st_size} bytes")
     cubins.MANIFEST.write_text(json.dumps(made, indent=2) + "\n")
 
 

@@ -40,6 +40,15 @@ STEMS = {
         "block.cuh",
         "shards.cuh",
     ),
+    "index_scores_fp8_sum": (
+        "sums.cuh",
+        "scoring.cuh",
+        "copies.cuh",
+        "elements.cuh",
+        "products.cuh",
+        "block.cuh",
+        "shards.cuh",
+    ),
     "index_scores_fp4": (
         "scores.cuh",
         "scoring.cuh",
@@ -53,6 +62,15 @@ STEMS = {
     "merge_states": ("block.cuh",),
     "quantize_query": ("block.cuh",),
 }
+
+
+#: Sources that only some architectures have instructions for, with those.
+ONLY = {"index_scores_fp8_sum": ("sm_90",)}
+
+
+def kept() -> list[tuple[str, str]]:
+    """Return every source with each architecture that it is compiled for."""
+    return [(stem, arch) for stem in STEMS for arch in ONLY.get(stem, tuple(TARGETS))]
 
 
 def file_name(stem: str, arch: str) -> str:
@@ -70,8 +88,8 @@ def source_hash(stem: str) -> str:
 
 def manifest() -> dict[str, dict[str, str]]:
     """Return what is kept: file name -> hashes of the file and of its source, and the compiler."""
-    kept: dict[str, dict[str, str]] = json.loads(MANIFEST.read_text())
-    return kept
+    found: dict[str, dict[str, str]] = json.loads(MANIFEST.read_text())
+    return found
 
 
 def read(stem: str, arch: str) -> bytes:

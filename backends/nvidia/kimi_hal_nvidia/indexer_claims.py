@@ -20,14 +20,12 @@ REQUIRES = {"nvidia-driver": ">=580"}
 #: Pages are copied as they are, in pieces of 16 bytes.
 PAGES = TensorCap(align=16)
 #: Page orders in which a key's bytes stand together.
-FORMATS = OneOf(
-    (
-        "index.fp8.e4m3fn.f32.page64",
-        "index.fp8.e4m3fn.pow2.page64",
-        "index.fp8.e4m3fn.ue8m0x4.page64",
-        "index.mxfp4.page64",
-    )
+FP8 = (
+    "index.fp8.e4m3fn.f32.page64",
+    "index.fp8.e4m3fn.pow2.page64",
+    "index.fp8.e4m3fn.ue8m0x4.page64",
 )
+FORMATS = OneOf((*FP8, "index.mxfp4.page64"))
 SCORED: dict[str, Domain] = {
     "index": FORMATS,
     "num_heads": Range(1, 64),
@@ -70,6 +68,7 @@ SOURCE = tuple(
         "cubins/topk_*",
         "cubins.py",
         "driver.py",
+        "fp8_sum.py",
         "indexer.py",
         "layouts.py",
         "parameters.py",
@@ -103,8 +102,28 @@ def _implementation(operator: str, name: str, arch: tuple[str, ...], execution: 
     )
 
 
+#: FP8 keys by FP8 products, which Hopper adds with 13 fraction bits: where a Spec admits that.
+FP8_SUM = Implementation(
+    operator="indexer_logits",
+    name="cuda_fp8_sum",
+    build="kimi_hal_nvidia.fp8_sum:build_indexer_logits",
+    capabilities=(
+        Capability(
+            arch=("sm_90",),
+            spec=SCORED | {"index": OneOf(FP8)},
+            tensors=OPERANDS,
+            properties=ROW,
+            requires=REQUIRES,
+        ),
+    ),
+    preferences=BY_NAME,
+    numerics=("logits=fp8_sum",),
+    source=SOURCE,
+    compile="kimi_hal_nvidia.indexer_kernels:fp8_sum",
+)
 #: Blackwell's code is looked at and never run: nothing can plan it.
 INDEXER = (
+    FP8_SUM,
     *(_implementation(operator, "cuda", ("sm_90",), "native") for operator in SPECS),
     *(
         _implementation(operator, "cuda_blackwell", ("sm_100", "sm_103"), "compile_only")

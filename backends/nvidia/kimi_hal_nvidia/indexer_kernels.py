@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kimi_hal.dispatch.contract import Instruction, Kernel, Target
+from kimi_hal_nvidia import fp8_sum as sums
 from kimi_hal_nvidia.compiling import described
 from kimi_hal_nvidia.quantize_query import STEM
 from kimi_hal_nvidia.scores import RINGS
@@ -11,6 +12,7 @@ from kimi_hal_nvidia.topk import CLUSTERS, FORMS
 #: Rows of scores are read by vectors of 16 bytes.
 WIDE_LOADS = Instruction(r"LDG(STS)?\.E\.(BYPASS\.)?128", "scores are read sixteen bytes a thread at a time")
 BULK_COPY = Instruction(r"UBLKCP", "a page of keys is one asynchronous copy")
+COPIED = Instruction(r"LDGSTS\.E\.BYPASS\.128", "keys are copied sixteen bytes a thread, past the registers")
 CLUSTER = Instruction(r"UCGABAR_ARV", "blocks of a cluster meet before they read each other's candidates")
 FP8_PRODUCTS = Instruction(r"QGMMA|QMMA|UTCQMMA", "FP8 products are added with few bits")
 TO_FP8 = Instruction(r"F2FP\.SATFINITE\.E4M3", "FP8 codes are made by instruction")
@@ -68,6 +70,23 @@ def indexer_logits(target: Target) -> tuple[Kernel, ...]:
         for element in ("fp8", "fp4")
         for ring in RINGS
         if ring.heads == HEADS
+    )
+
+
+def fp8_sum(target: Target) -> tuple[Kernel, ...]:
+    """Return the scores of FP8 keys as they stand, for both numbers of heads and both types of scores."""
+    product = Instruction(r"QGMMA\.64x128x32\.F32\.E4M3\.E4M3", "FP8 keys are multiplied as they stand")
+    return tuple(
+        described(
+            sums.STEM,
+            sums.kernel_name(heads, score),
+            target,
+            expected=[product, COPIED],
+            forbidden=[CONVERTED],
+            shared=sums.SHARED,
+        )
+        for heads in sums.HEADS
+        for score in sums.SCORES
     )
 
 

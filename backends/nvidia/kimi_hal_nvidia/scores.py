@@ -115,16 +115,7 @@ class Scorer:
     def __init__(self, ctx: BuildContext, follows: bool = False) -> None:
         spec: IndexerSpec = ctx.spec
         fmt, index = formats.index(spec.index), device_index(ctx.device)
-        element = "fp4" if fmt.element == "e2m1" else "fp8"
-        ring = ring_for(spec.num_heads, ctx.limits)
-        kernel = driver.kernel(
-            f"index_scores_{element}",
-            ctx.arch,
-            f"{element}_{ring.heads}x{ring.rows}",
-            threads=ring.threads(element),
-            shared=ring.shared(element),
-            device=index,
-        )
+        kernel = self.kernel(ctx, fmt, index)
         self.parameters = Parameters(ADDRESSES, NUMBERS)
         self.facts: tuple[Any, ...] = ()
         self.layout = Layout()
@@ -140,6 +131,19 @@ class Scorer:
             int(spec.weights_dtype == "bfloat16"),
             int(spec.score == "bfloat16"),
             int(fmt.scale == "ue8m0x4"),
+        )
+
+    def kernel(self, ctx: BuildContext, fmt: formats.IndexFormat, index: int) -> driver.Kernel:
+        """Return the kernel for these keys, heads and sizes."""
+        element = "fp4" if fmt.element == "e2m1" else "fp8"
+        ring = ring_for(ctx.spec.num_heads, ctx.limits)
+        return driver.kernel(
+            f"index_scores_{element}",
+            ctx.arch,
+            f"{element}_{ring.heads}x{ring.rows}",
+            threads=ring.threads(element),
+            shared=ring.shared(element),
+            device=index,
         )
 
     def again(self, *tensors: Any) -> bool:
@@ -206,8 +210,13 @@ class Scorer:
 
 def build_indexer_logits(ctx: BuildContext) -> Callable[..., Any]:
     """Make the run function of ``indexer_logits``."""
+    return run_by(ctx, Scorer(ctx))
+
+
+def run_by(ctx: BuildContext, score: Scorer) -> Callable[..., Any]:
+    """Make the run function of ``indexer_logits`` that scores by these kernels."""
     spec, limits, check = ctx.spec, ctx.limits, ctx.check
-    score, dtype = Scorer(ctx), torch_dtype(spec.score)
+    dtype = torch_dtype(spec.score)
 
     def run(
         q: Any,

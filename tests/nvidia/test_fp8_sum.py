@@ -1,0 +1,83 @@
+"""Index scores by FP8 products: taken where a Spec admits what they round, refused in words elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kimi_hal.dispatch.contract import Probe
+from kimi_hal.dispatch.explain import Explanation, explain
+from kimi_hal.dispatch.loader import load
+from kimi_hal.ops.indexer import IndexerSpec
+from kimi_hal.ops.spec import Limits
+from kimi_hal.settings import Settings
+
+NAME = "nvidia.cuda_fp8_sum"
+FP8, MXFP4 = "index.fp8.e4m3fn.pow2.page64", "index.mxfp4.page64"
+SUM = "logits=fp8_sum"
+
+
+def told(
+    numerics: tuple[str, ...] = (),
+    arch: str = "sm_90",
+    name: str | None = None,
+    rows: int = 64,
+    **fields: Any,
+) -> Explanation:
+    """Ask for scores of so many rows of a request on a device of an architecture."""
+    settings = Settings(backend="nvidia")
+    registry = load(settings)
+    facts = {"nvidia-driver": "580.159"}
+    registry.backends["nvidia"]._probe = Probe(present=True, arch=arch, devices=("NVIDIA",), facts=facts)
+    return explain(
+        "indexer_logits",
+        IndexerSpec(**{"index": FP8, "numerics": numerics, **fields}),
+        Limits(max_rows=rows, max_reqs=1, max_context=1024, rows_per_req=rows),
+        device="cuda",
+        implementation=name,
+        settings=settings,
+        registry=registry,
+    )
+
+
+def against(found: Explanation) -> list[str]:
+    return [reason for c in found.candidates if c.full_name == NAME for reason in c.refusals]
+
+
+def test_until_the_suite_has_passed_it_is_taken_by_name_alone() -> None:
+    assert told((SUM,)).chosen == "nvidia.cuda"
+    assert (told((SUM,), name=NAME).chosen, told((SUM,), name=NAME).execution) == (NAME, "native")
+
+
+def test_where_a_spec_admits_nothing_exact_products_are_taken() -> None:
+    found = told()
+    assert found.chosen == "nvidia.cuda"
+    assert against(found) == [
+        "it rounds beyond the contract (logits=fp8_sum); Spec.numerics or its name admits it"
+    ]
+
+
+def test_by_name_it_says_what_it_rounds() -> None:
+    found = told(name=NAME)
+    assert found.chosen == NAME
+    assert "it rounds beyond the contract (logits=fp8_sum)" in found.why
+
+
+@pytest.mark.parametrize(
+    ("arch", "fields", "reason"),
+    [
+        ("sm_100", {}, "arch sm_100 is not sm_90"),
+        ("sm_90", {"num_heads": 96}, "num_heads=96 is not 1 to 64"),
+        (
+            "sm_90",
+            {"index": MXFP4},
+            "index='index.mxfp4.page64' is not 'index.fp8.e4m3fn.f32.page64' | "
+            "'index.fp8.e4m3fn.pow2.page64' | 'index.fp8.e4m3fn.ue8m0x4.page64'",
+        ),
+    ],
+)
+def test_what_it_has_no_product_for_is_refused_by_name(
+    arch: str, fields: dict[str, Any], reason: str
+) -> None:
+    assert against(told((SUM,), arch, **fields)) == [reason]
