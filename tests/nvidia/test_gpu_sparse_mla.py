@@ -67,6 +67,11 @@ def compare(spec: SparseMLASpec, q: Tensor, cache: Tensor, indices: Tensor, **re
         (12, 40, 700, 2048, "local", 48, 2, "bfloat16"),
         (128, 2, 2048, 2048, "slot", 64, 1, "float8_e4m3fn"),
         (12, 200, 256, 256, "slot", 64, 1, "bfloat16"),
+        (12, 2, 2000, 2048, "position", 64, 1, "bfloat16"),
+        (96, 1, 2048, 2048, "slot", 64, 1, "float8_e4m3fn"),
+        (12, 3, 500, 512, "slot", 64, 1, "bfloat16"),
+        (12, 20, 1999, 2048, "slot", 64, 1, "bfloat16"),
+        (12, 140, 2048, 2048, "slot", 64, 1, "bfloat16"),
     ],
 )
 def test_it_errs_by_no_more_than_its_output_s_rounding(
@@ -95,6 +100,13 @@ def test_it_errs_by_no_more_than_its_output_s_rounding(
     beyond = PAGES * page * world + 9
     indices = torch.randint(-3, beyond, (rows, width), device=D, dtype=torch.int32)
     compare(spec, q.to(getattr(torch, q_dtype)), cache, indices, **rest)
+
+
+def test_queries_may_begin_at_an_odd_number() -> None:
+    cache, scale = cache_of(FP8, 64)
+    q = torch.randn(2 * 12 * 576 + 1, device=D).bfloat16()[1:].view(2, 12, 576)
+    indices = torch.randint(-3, PAGES * 64, (2, 2048), device=D, dtype=torch.int32)
+    compare(SparseMLASpec(num_heads=12, latent=FP8), q, cache, indices, k_scale=scale)
 
 
 def test_nan_in_a_selected_key_reaches_its_row_alone_and_a_row_without_keys_is_empty() -> None:

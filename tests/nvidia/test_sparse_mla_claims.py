@@ -60,7 +60,8 @@ def test_attention_goes_before_the_portable_one_and_the_merge_by_a_table_alone(
 @pytest.mark.parametrize(
     ("heads", "rows", "form", "parts"),
     [
-        (12, 1, "16", 16),
+        (12, 1, "few", 16),
+        (12, 7, "few", 16),
         (12, 8, "16", 8),
         (12, 32, "16", 3),
         (12, 64, "16", 2),
@@ -69,7 +70,7 @@ def test_attention_goes_before_the_portable_one_and_the_merge_by_a_table_alone(
         (12, 1024, "pair", 1),
         (12, 4096, "pair", 1),
         (24, 512, "32", 1),
-        (96, 1, "16", 16),
+        (96, 1, "few", 16),
         (96, 8, "32", 4),
         (96, 32, "48", 2),
         (96, 64, "48", 1),
@@ -79,6 +80,20 @@ def test_attention_goes_before_the_portable_one_and_the_merge_by_a_table_alone(
 )
 def test_keys_are_cut_as_it_took_the_least_time(heads: int, rows: int, form: str, parts: int) -> None:
     found = cut(SparseMLASpec(num_heads=heads, latent=FP8), limits(rows), {})
+    assert (found[0].name, found[1]) == (form, parts)
+
+
+@pytest.mark.parametrize(
+    ("rows", "form", "parts"), [(1, "few", 16), (64, "16", 2), (320, "16", 1), (4096, "16", 1)]
+)
+def test_nibbles_are_decoded_once_for_many_rows_too(rows: int, form: str, parts: int) -> None:
+    found = cut(SparseMLASpec(num_heads=12, latent="latent.nvfp4.352"), limits(rows), {})
+    assert (found[0].name, found[1]) == (form, parts)
+
+
+@pytest.mark.parametrize(("topk", "form", "parts"), [(2048, "few", 16), (512, "few", 8), (3000, "16", 16)])
+def test_few_rows_are_cut_into_a_power_of_two_of_parts_that_fit(topk: int, form: str, parts: int) -> None:
+    found = cut(SparseMLASpec(num_heads=12, latent=FP8, topk=topk), limits(1), {})
     assert (found[0].name, found[1]) == (form, parts)
 
 
@@ -112,6 +127,8 @@ def test_a_division_is_a_product_and_a_shift(by: int) -> None:
 def test_the_structure_and_the_shared_memory_are_those_that_the_source_asserts() -> None:
     source = (cubins.SOURCES / "sparse_mla.cu").read_text()
     rooms = dict(re.findall(r"sizeof\(Room<(\w+)_shape>\) == (\d+)", source))
+    for name, size in re.findall(r"sizeof\(FewRoom<(\w+)>\) == (\d+)", source):
+        rooms |= {f"{name.lower()}_few": size, f"{name.lower()}_plain": size}
     kept = [kernel for kernels in sparse_mla.KERNELS.values() for kernel in kernels.values()]
     assert {name: int(size) for name, size in rooms.items()} == dict(kept)
     packed = Parameters(sparse_mla.ADDRESSES, sparse_mla.NUMBERS).size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kimi_hal.ops.sparse_mla import SparseMLASpec
 from kimi_hal.ops.spec import Limits
@@ -48,6 +48,8 @@ class Form:
         times: of a block, in a round of as many as there is room for, which others follow.
         last: in a last round that fills more than one block a multiprocessor.
         alone: in one that does not.
+        most: tiles of a part that it has room for.
+        doubled: it only cuts a row into a power of two.
     """
 
     name: str
@@ -58,23 +60,34 @@ class Form:
     times: Times
     last: Times
     alone: Times
+    most: int = 1 << 30
+    doubled: bool = False
+
+    def takes(self, tiles: int, parts: int) -> bool:
+        """Return whether it can cut so many tiles into so many parts, none of which is without one."""
+        cuts = parts == 1 or parts <= tiles
+        return cuts and -(-tiles // parts) <= self.most and not (self.doubled and parts & (parts - 1))
 
     def blocks(self, spec: SparseMLASpec) -> int:
         """Return the blocks of a row's heads."""
         return -(-spec.num_heads // self.heads)
 
 
-def _one(name: str, number: int, heads: int, times: Times) -> Form:
-    return Form(name, number, heads, threads=384, there=1, times=times, last=times, alone=times)
+def _one(name: str, number: int, heads: int, times: Times, threads: int = 384) -> Form:
+    return Form(name, number, heads, threads, there=1, times=times, last=times, alone=times)
 
 
-#: Of ``pair``, two blocks of one warpgroup share a multiprocessor; in the others two warpgroups have one to themselves.
+#: Of ``pair``, two blocks of one warpgroup share a multiprocessor; in the others a block has one to itself, and in
+#: ``few`` a part's keys at once.
 FORMS = (
     _one("16", 1, 16, Times(tile=1.3, whole=1.5, cut=7.0)),
     _one("32", 2, 32, Times(tile=1.6, whole=3.0, cut=10.6)),
     _one("48", 3, 48, Times(tile=1.9, whole=3.0, cut=16.0)),
     Form("pair", 4, 16, 256, 2, Times(2.35, 3.0, 5.0), Times(2.8, 2.0, 7.6), Times(1.9, 2.0, 7.6)),
+    replace(_one("few", 5, 16, Times(tile=0.6, whole=4.0, cut=6.0), threads=256), most=2, doubled=True),
 )
+#: Tiles of latents whose nibbles are decoded take longer.
+NIBBLES = {"16": 1.12, "pair": 1.45}
 #: Microseconds before the first round is at work.
 START = 5.0
 #: How much longer than the best, by these figures, a way may be expected to take that ``kimi-hal bench --tune`` tries.
@@ -84,6 +97,19 @@ TRIED = 1.4
 def tiles(spec: SparseMLASpec) -> int:
     """Return the tiles of a row's keys."""
     return -(-spec.topk // KEYS)
+
+
+def forms(spec: SparseMLASpec) -> tuple[Form, ...]:
+    """Return the forms of a latent format."""
+    if spec.latent != "latent.nvfp4.352":
+        return FORMS
+
+    def slower(form: Form) -> Form:
+        by = NIBBLES.get(form.name, 1.0)
+        last, alone = (replace(t, tile=t.tile * by) for t in (form.last, form.alone))
+        return replace(form, times=replace(form.times, tile=form.times.tile * by), last=last, alone=alone)
+
+    return tuple(map(slower, FORMS))
 
 
 def cost(spec: SparseMLASpec, limits: Limits, form: Form, parts: int) -> float:
@@ -97,7 +123,7 @@ def cost(spec: SparseMLASpec, limits: Limits, form: Form, parts: int) -> float:
 
 def ways(spec: SparseMLASpec, limits: Limits) -> list[tuple[Form, int]]:
     """Return the forms and parts that are possible, what is expected to take the least time first."""
-    found = [(form, parts) for form in FORMS for parts in CLUSTERS if parts == 1 or parts <= tiles(spec)]
+    found = [(form, parts) for form in forms(spec) for parts in CLUSTERS if form.takes(tiles(spec), parts)]
     return sorted(found, key=lambda way: cost(spec, limits, *way))
 
 

@@ -16,19 +16,23 @@ from kimi_hal_nvidia.streams import device_index, on_device, raw_stream
 
 #: ``struct Attention`` of ``sparse_mla.cu``: addresses, then numbers.
 ADDRESSES, NUMBERS = 10, "10q12i9If"
-#: Kernels of a latent format by form: name, and bytes of shared memory of a block.
+#: Kernels of a latent format by form: name, and bytes of shared memory of a block. ``plain`` is ``few``, shorter.
 KERNELS = {
     "latent.fp8.e4m3fn.tensor": {
         "16": ("fp8_16", 223232),
         "32": ("fp8_32", 211968),
         "48": ("fp8_48", 227328),
         "pair": ("fp8_pair", 101376),
+        "few": ("fp8_few", 191488),
+        "plain": ("fp8_plain", 191488),
     },
     "latent.nvfp4.352": {
-        "16": ("nvfp4_16", 208896),
+        "16": ("nvfp4_16", 227328),
         "32": ("nvfp4_32", 214016),
         "48": ("nvfp4_48", 206848),
         "pair": ("nvfp4_pair", 91136),
+        "few": ("nvfp4_few", 191488),
+        "plain": ("nvfp4_plain", 191488),
     },
 }
 SPACES = {"slot": 0, "position": 1, "local": 2}
@@ -66,12 +70,21 @@ class Attention:
     def __init__(
         self, spec: SparseMLASpec, form: Form, parts: int, arch: str, index: int, follows: bool = False
     ) -> None:
-        name, shared = KERNELS[spec.latent][form.name]
         self.parts, self.blocks = parts, form.blocks(spec)
         self.parameters = Parameters(ADDRESSES, NUMBERS)
-        kernel = driver.kernel("sparse_mla", arch, name, threads=form.threads, shared=shared, device=index)
-        self.launch = driver.launcher(kernel, self.parameters.address, cluster=True, overlap=follows)
-        self.grid = 0
+
+        def launch(name: str) -> Callable[..., None]:
+            what, shared = KERNELS[spec.latent][name]
+            kernel = driver.kernel(
+                "sparse_mla", arch, what, threads=form.threads, shared=shared, device=index
+            )
+            return driver.launcher(kernel, self.parameters.address, cluster=True, overlap=follows)
+
+        self.launch, self.few = launch(form.name), form.name == "few"
+        #: A shorter kernel, for slots and queries that are read two at a time.
+        slots = spec.index_space == "slot" and spec.q_dtype == "bfloat16"
+        self.plain = launch("plain") if self.few and slots else None
+        self.grid, self.paired = (0, 0), False
         self.stream = raw_stream(index)
         #: Where rows are not cut, blocks take rows and heads in turn; a cluster has one.
         self.most = PROCESSORS * form.there if parts == 1 else 1 << 30
@@ -108,13 +121,16 @@ class Attention:
                 q.shape[0],
                 *self.fixed,
             )
-            self.grid = min(q.shape[0] * self.blocks, self.most) * self.parts
+            items = min(q.shape[0] * self.blocks, self.most)
+            self.grid = (self.parts, items) if self.few else (items * self.parts, 1)
+            self.paired = not (q.stride(0) | q.stride(1)) & 1
             self.start(*map(address, operands))
 
     def start(self, *addresses: int) -> None:
         """Launch with the numbers that are there, over operands and outputs at these addresses."""
         self.parameters.point(*addresses)
-        self.launch(self.grid, 1, self.stream(), self.parts)
+        plain = self.plain if self.paired and addresses[0] % 4 == 0 else None
+        (plain or self.launch)(*self.grid, self.stream(), self.parts)
 
 
 def build_sparse_mla(ctx: BuildContext) -> Callable[..., Any]:

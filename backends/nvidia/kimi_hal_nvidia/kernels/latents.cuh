@@ -33,6 +33,16 @@ __device__ __forceinline__ u32 times(u32 pair, u32 scale) {
 // in different banks.
 __device__ __forceinline__ int key_of(int g) { return (g & 4) | (g & 1) << 1 | (g >> 1 & 1); }
 
+// Sixteen bytes of a key as it is in memory; zeros of none.
+__device__ __forceinline__ uint4 far_bytes(const unsigned char* key, int at) {
+  uint4 v = make_uint4(0, 0, 0, 0);
+  if (key)
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(key + at));
+  return v;
+}
+
 __device__ __forceinline__ u32 word_of(uint4 v, int i) { return i < 2 ? i ? v.y : v.x : i > 2 ? v.w : v.z; }
 
 // Of 16 bytes of two keys, STEPS of the four steps of S from `first` on.
@@ -69,6 +79,22 @@ struct Fp8 {
       decode_bytes(a, low[block & 1], high[block & 1], first);
     }
   };
+
+  // A thread's part of two whole keys, read from memory.
+  struct Held {
+    uint4 low[BLOCKS], high[BLOCKS];
+    __device__ __forceinline__ void read(const unsigned char* first, const unsigned char* second) {
+      int t = 16 * (lane() & 3);
+#pragma unroll
+      for (int n = 0; n < BLOCKS; ++n) low[n] = far_bytes(first, 64 * n + t), high[n] = far_bytes(second, 64 * n + t);
+    }
+    __device__ __forceinline__ void take(u32 (&a)[4][4], int block) const { decode_bytes(a, low[block], high[block], 0); }
+  };
+
+  // Where lanes' kept values stand: in order.
+  static constexpr u32 HIGH = 8, LOW = 4, OTHER = 16;
+  static __device__ __forceinline__ int kept(int block, int w) { return 64 * block + 16 * w; }
+  static __device__ __forceinline__ int among(int g) { return g; }
 
   // Of 16 keys, this thread's four; COUNT latents, 16 or 8, from COUNT · `chunk` on. Tile i of the rows holds latents 2 i
   // and 2 i + 1.
@@ -119,6 +145,13 @@ struct Nvfp4 {
     return (e >> 7) * 128 + (e >> 4 & 1) * 64 + step * 16 + (e >> 2 & 1) * 8 + 2 * t + (e >> 1 & 1);
   }
 
+  // Of eight neighbouring latents that S takes as one thread's words, number L is kept at 4 (L & 1) + L / 2: of lanes
+  // whose numbers are neighbours, the higher and the lower bit of four, and the bit of the other four.
+  static constexpr u32 HIGH = 4, LOW = 16, OTHER = 8;
+  // Where kept latents of block `block` begin that the lanes of a warp have in their outputs.
+  static __device__ __forceinline__ int kept(int block, int w) { return (block >> 1) * 128 + w * 32 + (block & 1) * 16; }
+  static __device__ __forceinline__ int among(int g) { return 4 * (g >> 1 & 1) + 2 * (g & 1) + (g >> 2); }
+
   struct Keys {
     const unsigned char* row;
     uint4 scale[2];  // of both rows: bytes 0 to 7 of first halves, 8 to 15 of second
@@ -133,27 +166,46 @@ struct Nvfp4 {
       low[block >> 1 & 1] = *reinterpret_cast<const uint4*>(row + 32 * block);
       high[block >> 1 & 1] = *reinterpret_cast<const uint4*>(row + 8 * STRIDE + 32 * block);
     }
-    // The scale of block `block` of a row, twice.
-    __device__ __forceinline__ u32 factor(uint4 codes, int block) const {
-      u32 four = block & 1 ? (block < 4 ? codes.z : codes.w) : (block < 4 ? codes.x : codes.y);
-      u32 at = (block & 2) + (lane() >> 1 & 1);  // byte 2 j + t / 2, j = block / 2
-      return scales_of(__byte_perm(four, 0, at * 0x11));
-    }
     template <int STEPS>
     __device__ __forceinline__ void take(u32 (&a)[STEPS][4], int block, int first) const {
-      uint4 l = low[block >> 1 & 1], h = high[block >> 1 & 1];
-      if (block == BLOCKS - 1) return decode_bytes(a, l, h, first);
-      u32 scales[2] = {factor(scale[0], block), factor(scale[1], block)};
+      decode(a, low[block >> 1 & 1], high[block >> 1 & 1], scale, block, first);
+    }
+  };
+
+  // The scale of block `block` of a row, twice.
+  static __device__ __forceinline__ u32 factor(uint4 codes, int block) {
+    u32 four = block & 1 ? (block < 4 ? codes.z : codes.w) : (block < 4 ? codes.x : codes.y);
+    u32 at = (block & 2) + (lane() >> 1 & 1);  // byte 2 j + t / 2, j = block / 2
+    return scales_of(__byte_perm(four, 0, at * 0x11));
+  }
+
+  template <int STEPS>
+  static __device__ __forceinline__ void decode(u32 (&a)[STEPS][4], uint4 l, uint4 h, const uint4 (&scale)[2], int block,
+                                                int first) {
+    if (block == BLOCKS - 1) return decode_bytes(a, l, h, first);
+    u32 scales[2] = {factor(scale[0], block), factor(scale[1], block)};
 #pragma unroll
-      for (int s = 0; s < STEPS; ++s) {
-        int word = 2 * (block & 1) + (first + s >> 1);
-        bool odd = first + s & 1;
-        u32 x = word_of(l, word), y = word_of(h, word);
-        halves_of(a[s][0], a[s][2], odd ? bytes_of_high(x) : bytes_of_low(x));
-        halves_of(a[s][1], a[s][3], odd ? bytes_of_high(y) : bytes_of_low(y));
+    for (int s = 0; s < STEPS; ++s) {
+      int word = 2 * (block & 1) + (first + s >> 1);
+      bool odd = first + s & 1;
+      u32 x = word_of(l, word), y = word_of(h, word);
+      halves_of(a[s][0], a[s][2], odd ? bytes_of_high(x) : bytes_of_low(x));
+      halves_of(a[s][1], a[s][3], odd ? bytes_of_high(y) : bytes_of_low(y));
 #pragma unroll
-        for (int i = 0; i < 4; ++i) a[s][i] = times(a[s][i], scales[i & 1]);
-      }
+      for (int i = 0; i < 4; ++i) a[s][i] = times(a[s][i], scales[i & 1]);
+    }
+  }
+
+  struct Held {
+    uint4 low[5], high[5], scale[2];
+    __device__ __forceinline__ void read(const unsigned char* first, const unsigned char* second) {
+      int t = 16 * (lane() & 3), scales = 320 + 16 * (lane() & 1);
+      scale[0] = far_bytes(first, scales), scale[1] = far_bytes(second, scales);
+#pragma unroll
+      for (int n = 0; n < 5; ++n) low[n] = far_bytes(first, 64 * n + t), high[n] = far_bytes(second, 64 * n + t);
+    }
+    __device__ __forceinline__ void take(u32 (&a)[4][4], int block) const {
+      decode(a, low[block >> 1], high[block >> 1], scale, block, 0);
     }
   };
 

@@ -49,9 +49,11 @@ constexpr float SLACK = 4 * LN2;
 
 // How a kernel is laid out: heads of a block, warpgroups that compute, tiles in shared memory. Of many heads the outputs
 // of all latents do not fit into a warpgroup: then two take a tile each, and each a half of the latents of both.
-template <typename Format_, int HEADS_, int GROUPS_, int DEPTH_>
+// Where KEPT, the values that S decodes stay in shared memory as float16, and O takes them from there.
+template <typename Format_, int HEADS_, int GROUPS_, int DEPTH_, bool KEPT_ = false>
 struct Shape {
   using Format = Format_;
+  static constexpr bool KEPT = KEPT_;
   static constexpr int HEADS = HEADS_, GROUPS = GROUPS_, FETCHERS = 4, DEPTH = DEPTH_;
   static constexpr bool HALVED = HEADS > 32;
   static_assert(!HALVED || GROUPS == 2, "two halves");
@@ -59,6 +61,7 @@ struct Shape {
   static constexpr int BLOCKS_THERE = GROUPS == 1 ? 2 : 1;  // of a multiprocessor
   // Registers of a thread that computes and of one that fetches.
   static constexpr int MANY = GROUPS == 2 ? 232 : 208, FEW = GROUPS == 2 ? 40 : 48;
+  static constexpr bool PASSING = GROUPS == 2 && HEADS == 16;  // of few rows, which share no keys
   static constexpr bool APART = GROUPS == 2 && !HALVED;  // each warpgroup has references and outputs of its own
   static constexpr int TALL = HALVED ? 4 : 8;  // of a warpgroup's outputs, tiles of 64 latents
   static constexpr int STEPS = HEADS == 16 ? 4 : 2;  // of products that are begun together
@@ -71,12 +74,13 @@ template <typename S>
 struct Room {
   __align__(1024) unsigned char q[BLOCKS][S::HEADS * 128];
   unsigned char p[S::GROUPS][S::HALVED ? 1 : 2][S::HEADS * 128];
+  __align__(1024) unsigned char kept[S::GROUPS][S::KEPT ? LATENT / 64 * KEYS * 128 : 0];
   __align__(128) unsigned char keys[S::DEPTH][KEYS * S::Format::STRIDE];
   float factor[S::HEADS];
   float most[S::GROUPS][4][S::HEADS];
   float4 total[S::GROUPS][S::HEADS];  // of four warps
   float top[S::GROUPS][S::HEADS];
-  u64 full[S::DEPTH], empty[S::DEPTH];
+  u64 full[S::DEPTH], empty[S::DEPTH], given;
   u32 exceeded[2][S::GROUPS];
   unsigned short live[S::DEPTH][4];  // which keys of a tile there are, a bit each
 };
@@ -109,16 +113,16 @@ __device__ __forceinline__ void workers_meet() {
 }
 
 // Where an index's latent stands in the cache; null where it names none.
-template <typename Format>
+template <typename Format, bool SLOTS = false>
 __device__ __forceinline__ const unsigned char* located(const Attention& a, const int* table, int index) {
   bool live = index >= 0;
-  if (a.space == POSITION) {
+  if (!SLOTS && a.space == POSITION) {
     int turn = a.turn.quotient(index), within = index - turn * a.turn.by, owner = a.run.quotient(within);
     live = live && owner == a.rank;
     index = turn * a.run.by + within - owner * a.run.by;
   }
   int page = a.page.quotient(index), inside = index - page * a.page.by;
-  if (a.space != SLOT) {
+  if (!SLOTS && a.space != SLOT) {
     live = live && page < a.columns;
     page = live ? __ldg(table + page) : -1;
     live = live && page >= 0;
@@ -201,6 +205,21 @@ struct Cursor {
   }
 };
 
+// A policy of the L2 cache: what comes by it is the first to leave, so that it need not drive out (and, where that was
+// written, write back) what others left there.
+__device__ __forceinline__ u64 first_to_leave() {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ void copy_bulk(void* to, const void* from, u32 bytes, u64* barrier, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+          shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
+
 // Ask for the rows of every tile, as places in the ring come free; a row that names no key becomes zeros. A warp has 16
 // rows of each tile, a lane one. Indices are read two tiles ahead, places in the cache looked up one ahead.
 template <typename S>
@@ -218,6 +237,7 @@ __device__ __forceinline__ void fetch_all(Room<S>& room, const Attention& a, Cur
   more = cursor.there();
   int next = works ? cursor.index(key) : -1, slot = 0;
   u32 parity = 1;
+  u64 policy = first_to_leave();
 #pragma unroll 1
   while (known) {
     // The index after the next comes while this tile's rows are asked for.
@@ -242,60 +262,101 @@ __device__ __forceinline__ void fetch_all(Room<S>& room, const Attention& a, Cur
       barrier_expect(&room.full[slot], __popc(live) * Format::BYTES);
     }
     __syncwarp();
-    if (here) copy_bulk(to, here, Format::BYTES, &room.full[slot]);
+    if (S::PASSING) {
+      if (here) copy_bulk(to, here, Format::BYTES, &room.full[slot], policy);
+    } else {
+      if (here) copy_bulk(to, here, Format::BYTES, &room.full[slot]);
+    }
     here = works ? located<Format>(a, table, next) : nullptr;
     known = more, more = later, table = later_table, next = after;
     if (++slot == S::DEPTH) slot = 0, parity ^= 1;
   }
 }
 
-// A warp's numbers of a query: lane and every 32nd from there.
-__device__ __forceinline__ void read_query(u32 (&codes)[WIDTH / 32], const Attention& a, long long at) {
-  if (a.q_fp8) {
-    const unsigned char* from = static_cast<const unsigned char*>(a.q) + at;
+// A warp's numbers of a query, `at` the lane's first: pairs, each 64 numbers behind the one before, as they are stored.
+__device__ __forceinline__ void read_query(u32 (&codes)[BLOCKS], const Attention& a, long long at) {
+  const unsigned short* from = static_cast<const unsigned short*>(a.q) + at;
+  const unsigned char* bytes = static_cast<const unsigned char*>(a.q) + at;
+  bool paired = !((reinterpret_cast<u64>(a.q) | a.q_row * 2 | a.q_head * 2) & 3);
 #pragma unroll
-    for (int n = 0; n < WIDTH / 32; ++n) codes[n] = __ldg(from + 32 * n);
-  } else {
-    const unsigned short* from = static_cast<const unsigned short*>(a.q) + at;
-#pragma unroll
-    for (int n = 0; n < WIDTH / 32; ++n) codes[n] = __ldg(from + 32 * n);
+  for (int n = 0; n < BLOCKS; ++n) {
+    if (a.q_fp8)
+      codes[n] = __ldg(bytes + 64 * n) | __ldg(bytes + 64 * n + 1) << 8;
+    else if (paired)
+      codes[n] = __ldg(reinterpret_cast<const u32*>(from) + 32 * n);
+    else
+      codes[n] = __ldg(from + 64 * n) | __ldg(from + 64 * n + 1) << 16;
   }
 }
 
-__device__ __forceinline__ float query_of(u32 code, bool fp8) {
-  return fp8 ? __half2float(__ushort_as_half(static_cast<unsigned short>(halves_of(code)))) : __uint_as_float(code << 16);
+// A pair as bfloat16, which holds what e4m3 does.
+__device__ __forceinline__ u32 pair_of(u32 code, bool fp8) {
+  if (!fp8) return code;
+  u32 halves = halves_of(code);
+  float2 two = __half22float2(*reinterpret_cast<__half2*>(&halves));
+  return __float_as_uint(two.x) >> 16 | (__float_as_uint(two.y) & 0xffff0000u);
 }
 
-// Put the block's queries into shared memory as float16, each head raised by a power of two to where float16 is fine.
-// A warp takes one head after the other, which is little code: at a kernel's start code comes from afar. The next head's
-// numbers are on their way meanwhile.
-template <typename S>
+// The largest number of a warp's pairs that is not infinite or NaN, as bfloat16 without a sign.
+__device__ __forceinline__ u32 largest_of(const u32 (&pairs)[BLOCKS]) {
+  constexpr u32 INFINITE = 0x7f80;
+  u32 most = 0;
+#pragma unroll
+  for (int n = 0; n < BLOCKS; ++n) most = __vmaxu2(most, pairs[n] & 0x7fff7fffu);
+  most = __reduce_max_sync(EVERY, max(most & 0xffff, most >> 16));
+  if (__builtin_expect(most < INFINITE, 1)) return most;
+  most = 0;
+#pragma unroll
+  for (int n = 0; n < BLOCKS; ++n) {
+    u32 low = pairs[n] & 0x7fff, high = pairs[n] >> 16 & 0x7fff;
+    most = max(most, max(low < INFINITE ? low : 0, high < INFINITE ? high : 0));
+  }
+  return __reduce_max_sync(EVERY, most);
+}
+
+__device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(exponent + 127 << 23); }
+
+// Put a head's query into shared memory as float16, raised by a power of two to where float16 is fine.
+template <typename Format, int SIZE>
+__device__ __forceinline__ void put_query(unsigned char (&q)[BLOCKS][SIZE], float* factor, const u32 (&pairs)[BLOCKS], int h,
+                                          float unit) {
+  constexpr bool NEIGHBOURS = Format::BYTES == WIDTH;  // a pair's numbers, in the contraction of bytes as they stand
+  u32 most = largest_of(pairs);
+  int exponent = most ? min(119, 140 - static_cast<int>(most >> 7)) : 0;
+  float raised = power_of_two(exponent);
+  if (lane() == 0) factor[h] = power_of_two(-exponent) * unit;
+#pragma unroll
+  for (int n = 0; n < BLOCKS; ++n) {
+    __half2 two = __floats2half2_rn(__uint_as_float(pairs[n] << 16) * raised,
+                                    __uint_as_float(pairs[n] & 0xffff0000u) * raised);
+    int like = n < BLOCKS - 1 ? n & 1 : n;  // blocks of latents are alike by two
+    int at = Format::position(64 * like + 2 * lane()), next = Format::position(64 * like + 2 * lane() + 1);
+    unsigned char* to = q[n - like + (at >> 6)] + place(h, at & 63);
+    if (NEIGHBOURS) {
+      *reinterpret_cast<__half2*>(to) = two;
+    } else {
+      *reinterpret_cast<__half*>(to) = two.x;
+      *reinterpret_cast<__half*>(q[n - like + (next >> 6)] + place(h, next & 63)) = two.y;
+    }
+  }
+}
+
+// Put the block's queries into shared memory. A warp takes one head after the other, which is little code: at a kernel's
+// start code comes from afar. The next head's numbers are on their way meanwhile.
+template <typename S, int WARPS = S::WORKERS / 32>
 __device__ __forceinline__ void take_queries(Room<S>& room, const Attention& a, long long row, int first_head) {
-  using Format = typename S::Format;
   float unit = a.softmax_scale * (a.k_scale ? __ldg(a.k_scale) : 1.0f) * (a.q_scale ? __ldg(a.q_scale) : 1.0f);
   int heads = min(S::HEADS, a.heads - first_head);
-  long long begin = row * a.q_row + first_head * a.q_head + lane();
-  u32 codes[WIDTH / 32];
+  long long begin = row * a.q_row + first_head * a.q_head + 2 * lane();
+  u32 codes[BLOCKS];
   read_query(codes, a, begin + min(warp(), heads - 1) * a.q_head);
 #pragma unroll 1
-  for (int h = warp(); h < S::HEADS; h += S::WORKERS / 32) {
-    float x[WIDTH / 32], most = 0.0f;
+  for (int h = warp(); h < S::HEADS; h += WARPS) {
+    u32 pairs[BLOCKS];
 #pragma unroll
-    for (int n = 0; n < WIDTH / 32; ++n) x[n] = h < heads ? query_of(codes[n], a.q_fp8) : 0.0f;
-    if (h + S::WORKERS / 32 < heads) read_query(codes, a, begin + (h + S::WORKERS / 32) * a.q_head);
-#pragma unroll
-    for (int n = 0; n < WIDTH / 32; ++n)
-      if (finite(x[n])) most = fmaxf(most, fabsf(x[n]));
-#pragma unroll
-    for (int step = 16; step; step /= 2) most = fmaxf(most, __shfl_xor_sync(EVERY, most, step));
-    int exponent = most > 0.0f ? min(119, 13 - ilogbf(most)) : 0;
-    float raised = exp2f(exponent);
-    if (lane() == 0) room.factor[h] = exp2f(-exponent) * unit;
-#pragma unroll
-    for (int n = 0; n < WIDTH / 32; ++n) {
-      int at = Format::position(32 * n + lane());
-      *reinterpret_cast<__half*>(room.q[at >> 6] + place(h, at & 63)) = __float2half_rn(x[n] * raised);
-    }
+    for (int n = 0; n < BLOCKS; ++n) pairs[n] = h < heads ? pair_of(codes[n], a.q_fp8) : 0;
+    if (h + WARPS < heads) read_query(codes, a, begin + (h + WARPS) * a.q_head);
+    put_query<typename S::Format>(room.q, room.factor, pairs, h, unit);
   }
 }
 
@@ -306,6 +367,17 @@ struct Part {
   float o[S::TALL][S::HEADS / 8][4];
   float base[S::PAIRS], total[S::PAIRS];  // base: the reference; -inf: none yet, +inf: a logit was
 };
+
+// Keep a block of two keys' values, as they are multiplied, for O.
+__device__ __forceinline__ void keep_values(unsigned char* block, const u32 (&a)[4][4]) {
+  int row = 16 * (warp() & 3) + (lane() >> 2), t = lane() & 3;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {  // key i mod 2, half i / 2 of its sixteen latents
+    const auto &x = a[i & 2], &y = a[i & 2 | 1];
+    *reinterpret_cast<uint4*>(block + place(row + 8 * (i & 1), 16 * t + 4 * (i & 2))) =
+        make_uint4(x[i & 1], x[2 + (i & 1)], y[i & 1], y[2 + (i & 1)]);
+  }
+}
 
 template <typename S>
 __device__ __forceinline__ void scores(float (&s)[S::HEADS / 8][4], const unsigned char* tile, int key, Block q) {
@@ -340,15 +412,80 @@ __device__ __forceinline__ void scores(float (&s)[S::HEADS / 8][4], const unsign
   }
 }
 
+// Add to outputs a block of 64 latents of the tile before, by its probabilities.
+__device__ __forceinline__ void add_block(float (&o)[2][4], Block kept, Block pt) {
+#pragma unroll
+  for (int step = 0; step < 4; ++step) tall_kept(o, block_plus(kept, 16 * step * 128), pt, step);
+  tall_commit();
+}
+
+// Products of a tile with queries, whose values are kept where those of the tile before stood. WITH_OUTPUTS that tile's
+// latents are added meanwhile: the matrix unit takes two blocks of it while the next two are decoded.
+template <typename S, bool WITH_OUTPUTS>
+__device__ __forceinline__ void scores_kept(float (&s)[2][4], Part<S>& part, const unsigned char* tile, int key, Block q,
+                                            unsigned char* kept, Block pt, int group) {
+  typename S::Format::Keys keys(tile, key);
+  keys.read(0);
+  Block before = alike(block_at(kept));
+  u32 a[2][4][4];
+  float more[2][2][4];
+  auto add_two = [&](int n) {
+    tall_begin();
+    add_block(part.o[n], block_plus(before, n * KEYS * 128), pt);
+    add_block(part.o[n + 1], block_plus(before, (n + 1) * KEYS * 128), pt);
+  };
+  if (WITH_OUTPUTS) add_two(0);
+#pragma unroll
+  for (int n = 0; n < BLOCKS; ++n) {
+    const bool first = n % 2 == 0 && n < LATENT / 64, adds = WITH_OUTPUTS && n < LATENT / 64 - 2;
+    if (n + 1 < BLOCKS) keys.read(n + 1);
+    // The operand that was where this block's comes is read no more; of an even block, nor is what was kept where this
+    // and the next one's values come.
+    if (n % 2 && adds && n > 1)
+      tall_done<3>();
+    else if (n > 1)
+      tall_done<1>();
+    keys.take(a[n & 1], n, 0);
+    if (first) {
+      if (n == 0) tall_done<0>();
+      meet(group);
+      if (adds) add_two(n + 2);
+    }
+    if (n < LATENT / 64) keep_values(kept + n * KEYS * 128, a[n & 1]);
+    tall_begin();
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      tall<16>(n < 3 ? s : more[n / 3 - 1], a[n & 1][i], block_plus(q, n * 2048), i, n % 3 + i > 0);
+    tall_commit();
+  }
+  tall_done<0>();
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[j][i] += more[0][j][i] + more[1][j][i];
+  }
+}
+
 // Write this warp's probabilities of rows g and g + 8, which are neighbours in the contraction of O.
 template <typename S>
-__device__ __forceinline__ void keep(unsigned char* p, const float (&x)[S::HEADS / 8][4], int column) {
-  int t = lane() & 3;
+__device__ __forceinline__ void keep(unsigned char* p, const float (&x)[S::HEADS / 8][4]) {
+  int t = lane() & 3, column = 16 * (warp() & 3) + 2 * (lane() >> 2);
 #pragma unroll
   for (int j = 0; j < S::HEADS / 8; ++j) {
 #pragma unroll
     for (int e = 0; e < 2; ++e)
       *reinterpret_cast<__half2*>(p + place(8 * j + 2 * t + e, column)) = __floats2half2_rn(x[j][e], x[j][2 + e]);
+  }
+}
+
+// Where values are kept, rows are in order.
+__device__ __forceinline__ void keep_in_order(unsigned char* p, const float (&x)[2][4]) {
+  int t = lane() & 3, row = 16 * (warp() & 3) + (lane() >> 2);
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      *reinterpret_cast<__half*>(p + place(8 * j + 2 * t + (i & 1), row + 8 * (i >> 1))) = __float2half_rn(x[j][i]);
   }
 }
 
@@ -402,7 +539,7 @@ __device__ __forceinline__ void raise(Part<S>& part, Room<S>& room, float (&s)[S
 template <typename S>
 __device__ __forceinline__ void weights(Part<S>& part, Room<S>& room, const float (&factor)[S::PAIRS],
                                         const float (&s)[S::HEADS / 8][4], u32 live, int turn, int group) {
-  int g = lane() >> 2, w = warp() & 3, column = 16 * w + 2 * g;
+  int g = lane() >> 2, w = warp() & 3;
   bool first = live >> key_of(g) & 1, second = live >> key_of(g) + 8 & 1, again = turn == 0;
   float x[S::HEADS / 8][4];
   unsigned char* p = room.p[group][S::HALVED ? 0 : turn & 1];
@@ -420,7 +557,7 @@ __device__ __forceinline__ void weights(Part<S>& part, Room<S>& room, const floa
     }
     bool exceeds = __any_sync(EVERY, !(larger(larger(most[0], most[1]), larger(most[2], most[3])) <= SLACK));
     if (S::HALVED) workers_meet<S>();  // nobody reads the tiles' before any more
-    keep<S>(p, x, column);
+    if constexpr (S::KEPT) keep_in_order(p, x); else keep<S>(p, x);
     if (lane() == 0) reinterpret_cast<unsigned char*>(&room.exceeded[turn & 1][group])[w] = exceeds;
     publish();
     sharers_meet<S>(group);
@@ -433,12 +570,27 @@ __device__ __forceinline__ void weights(Part<S>& part, Room<S>& room, const floa
       for (int i = 0; i < 4; ++i) x[j][i] = (i < 2 ? first : second) ? s[j][i] * factor[2 * j + (i & 1)] : -INFINITY;
     }
     raise<S>(part, room, x, group, w);
-    keep<S>(p, x, column);
+    if constexpr (S::KEPT) keep_in_order(p, x); else keep<S>(p, x);
     publish();
     sharers_meet<S>(group);
   }
 #pragma unroll
   for (int c = 0; c < S::PAIRS; ++c) part.total[c] += x[c / 2][c & 1] + x[c / 2][2 + (c & 1)];
+}
+
+// Add a tile's latents that S has kept.
+template <typename S>
+__device__ __forceinline__ void add_kept(Part<S>& part, const unsigned char* kept, Block pt) {
+  Block at = alike(block_at(kept));
+  pt = alike(pt);
+  tall_begin();
+#pragma unroll
+  for (int step = 0; step < 4; ++step) {
+#pragma unroll
+    for (int i = 0; i < S::TALL; ++i) tall_kept(part.o[i], block_plus(at, (i * KEYS + 16 * step) * 128), pt, step);
+  }
+  tall_commit();
+  tall_done<0>();
 }
 
 // Add a tile's latents by its probabilities to this warpgroup's outputs.
@@ -513,6 +665,24 @@ __device__ __forceinline__ void add_one(Part<S>& part, Room<S>& room, const floa
   add_latents<S>(part, room.keys[slot], block_at(room.p[group][turn & 1]), &room.empty[slot], group);
 }
 
+// Of a tile whose values are kept, products and probabilities; latents of the one before are added, if there is one.
+template <typename S>
+__device__ __forceinline__ void add_last(Part<S>& part, Room<S>& room, const float (&factor)[S::PAIRS], int tile, int turn,
+                                         int group) {
+  float s[2][4];
+  int w = warp() & 3, slot = tile % S::DEPTH, key = 16 * w + key_of(lane() >> 2);
+  Block q = alike(block_at(memory)), pt = alike(block_at(room.p[group][turn + 1 & 1]));
+  arrived<S>(room, tile);
+  if (turn == 0)
+    scores_kept<S, false>(s, part, room.keys[slot], key, q, room.kept[group], pt, group);
+  else
+    scores_kept<S, true>(s, part, room.keys[slot], key, q, room.kept[group], pt, group);
+  u32 live = room.live[slot][w];
+  __syncwarp();
+  if (lane() == 0) barrier_arrive(&room.empty[slot]);
+  weights<S>(part, room, factor, s, live, turn, group);
+}
+
 // Leave this warpgroup's references and sums in shared memory.
 template <typename S>
 __device__ __forceinline__ void tell(Part<S>& part, Room<S>& room, int group) {
@@ -533,13 +703,15 @@ __device__ __forceinline__ u32 mapped(const void* p, u32 rank) {
   return at;
 }
 
-__device__ __forceinline__ void give_four(u32 at, float4 v) {
-  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+// Sixteen bytes into shared memory of the cluster, of which a barrier there is told.
+__device__ __forceinline__ void give_four(u32 at, u32 told, float4 v) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(at),
+               "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(told)
                : "memory");
 }
 
-__device__ __forceinline__ void give_two(void* p, u32 rank, float2 v) {
-  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(mapped(p, rank)), "f"(v.x), "f"(v.y) : "memory");
+__device__ __forceinline__ u64 bits_of(float2 v) {
+  return static_cast<u64>(__float_as_uint(v.y)) << 32 | __float_as_uint(v.x);
 }
 
 // The largest of references that may be infinite, as something that can be subtracted.
@@ -560,12 +732,15 @@ __device__ __forceinline__ float2 block_sum(const Room<S>& room, int head) {
 }
 
 // What outputs are multiplied by. Without a key they are 0, and stay so whatever the scale is.
-template <typename S>
-__device__ __forceinline__ float share_of(const Attention& a, float2 sum) {
-  float unit = a.k_scale ? __ldg(a.k_scale) : 1.0f;
+__device__ __forceinline__ float share_of(float2 sum, float unit) {
   float reciprocal;
   asm("rcp.approx.f32 %0, %1;" : "=f"(reciprocal) : "f"(sum.y));
   return sum.x == INFINITY ? NAN : sum.y == 0.0f ? 1.0f : unit * reciprocal;
+}
+
+template <typename S>
+__device__ __forceinline__ float share_of(const Attention& a, float2 sum) {
+  return share_of(sum, a.k_scale ? __ldg(a.k_scale) : 1.0f);
 }
 
 // Of +inf the sum has what the LSE is: NaN where a logit was.
@@ -607,6 +782,64 @@ __device__ __forceinline__ void exchange(Part<S>& part, Room<S>& room, int group
   }
 }
 
+// Of KEPT outputs, lanes have neighbouring latents: give a thread four of them of one of four tiles from `o[FROM]` on,
+// as `o[FROM]` to `o[FROM + 3]`, in either half of its rows.
+template <typename S, int FROM>
+__device__ __forceinline__ void turn_four(Part<S>& part) {
+  bool high = lane() & S::Format::HIGH, low = lane() & S::Format::LOW;
+#pragma unroll
+  for (int j = 0; j < S::HEADS / 8; ++j) {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      float v[4] = {part.o[FROM][j][n], part.o[FROM + 1][j][n], part.o[FROM + 2][j][n], part.o[FROM + 3][j][n]};
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float other = __shfl_xor_sync(EVERY, high ? v[i] : v[2 + i], S::Format::HIGH);
+        v[i] = high ? other : v[i], v[2 + i] = high ? v[2 + i] : other;
+      }
+#pragma unroll
+      for (int i = 0; i < 4; i += 2) {
+        float other = __shfl_xor_sync(EVERY, low ? v[i] : v[i + 1], S::Format::LOW);
+        v[i] = low ? other : v[i], v[i + 1] = low ? v[i + 1] : other;
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) part.o[FROM + i][j][n] = v[i];
+    }
+  }
+}
+
+// Where those begin: of rows g, and eight on of rows g + 8.
+template <typename S>
+__device__ __forceinline__ int four_at(int first) {
+  int block = first + (lane() & S::Format::HIGH ? 2 : 0) + (lane() & S::Format::LOW ? 1 : 0);
+  return S::Format::kept(block, warp() & 3) + (lane() & S::Format::OTHER ? 4 : 0);
+}
+
+// Write four latents of each of this thread's heads and of each half of its rows.
+template <typename S, int FROM>
+__device__ __forceinline__ void write_four(const Part<S>& part, const Attention& a, const Item<S>& item, int latent) {
+  bool wide = !((reinterpret_cast<u64>(a.out) | a.out_row * 2 | a.out_head * 2) & 7);
+#pragma unroll
+  for (int c = 0; c < S::PAIRS; ++c) {
+    int j = c / 2, e = c & 1, head = item.first_head + 8 * j + 2 * (lane() & 3) + e;
+    if (head >= a.heads) continue;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      __nv_bfloat16* to = a.out + item.row * a.out_row + head * a.out_head + latent + 8 * half;
+      __align__(8) __nv_bfloat162 pairs[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        pairs[i] = __floats2bfloat162_rn(part.o[FROM + 2 * i][j][2 * half + e], part.o[FROM + 2 * i + 1][j][2 * half + e]);
+      if (wide) {
+        *reinterpret_cast<uint2*>(to) = *reinterpret_cast<uint2*>(pairs);
+      } else {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) to[2 * i] = pairs[i].x, to[2 * i + 1] = pairs[i].y;
+      }
+    }
+  }
+}
+
 // Write eight latents of each of this thread's heads, those of `o[FROM]` on.
 template <typename S, int FROM>
 __device__ __forceinline__ void write(const Part<S>& part, const Attention& a, const Item<S>& item, int latent) {
@@ -638,13 +871,17 @@ struct Given {
   __device__ __forceinline__ Given(Room<S>& room, int parts)
       : sums(reinterpret_cast<float2*>(room.keys)), outputs(reinterpret_cast<float*>(sums + MOST_PARTS * S::HEADS)),
         each((LATENT / 8 + parts - 1) / parts * 8) {}
+  // Bytes that part `rank` is given.
+  __device__ __forceinline__ u32 bytes(int parts, int rank) const {
+    return parts * S::HEADS * (max(0, min(each, LATENT - rank * each)) * 4 + 8);
+  }
 };
 
 // Give eight latents of each of this thread's heads, those of `o[FROM]` on, to the block whose share they are in.
 template <typename S, int FROM>
-__device__ __forceinline__ void give(const Part<S>& part, const Given<S>& given, int rank, int latent) {
+__device__ __forceinline__ void give(const Part<S>& part, Room<S>& room, const Given<S>& given, int rank, int latent) {
   int to = latent / given.each;
-  u32 base = mapped(given.outputs + (rank * S::HEADS + 2 * (lane() & 3)) * given.each + latent - to * given.each, to);
+  u32 told = mapped(&room.given, to), base = mapped(given.outputs + (rank * S::HEADS + 2 * (lane() & 3)) * given.each + latent - to * given.each, to);
 #pragma unroll
   for (int c = 0; c < S::PAIRS; ++c) {
     int j = c / 2, e = c & 1;
@@ -652,7 +889,25 @@ __device__ __forceinline__ void give(const Part<S>& part, const Given<S>& given,
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
       const auto &low = part.o[FROM + i][j], &high = part.o[FROM + i + 1][j];
-      give_four(at + 8 * i, make_float4(low[e], low[2 + e], high[e], high[2 + e]));
+      give_four(at + 8 * i, told, make_float4(low[e], low[2 + e], high[e], high[2 + e]));
+    }
+  }
+}
+
+// Give four latents of each of this thread's heads and of each half of its rows.
+template <typename S, int FROM>
+__device__ __forceinline__ void give_turned(const Part<S>& part, Room<S>& room, const Given<S>& given, int rank, int latent) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    int to = (latent + 8 * half) / given.each;
+    u32 told = mapped(&room.given, to);
+    u32 base = mapped(given.outputs + (rank * S::HEADS + 2 * (lane() & 3)) * given.each + latent + 8 * half - to * given.each,
+                      to);
+#pragma unroll
+    for (int c = 0; c < S::PAIRS; ++c) {
+      int j = c / 2, e = c & 1, n = 2 * half + e;
+      give_four(base + (8 * j + e) * given.each * 4, told, make_float4(part.o[FROM][j][n], part.o[FROM + 1][j][n],
+                                                                 part.o[FROM + 2][j][n], part.o[FROM + 3][j][n]));
     }
   }
 }
@@ -716,22 +971,32 @@ __device__ __forceinline__ void write_item(Part<S>& part, const Room<S>& room, c
   int head = item.first_head + threadIdx.x;
   if (threadIdx.x < S::HEADS && head < a.heads && a.returns_lse)
     a.lse[item.row * a.lse_row + head] = lse_of(block_sum<S>(room, threadIdx.x));
+  if constexpr (S::KEPT) {
+    turn_four<S, 0>(part);
+    return write_four<S, 0>(part, a, item, four_at<S>(4 * group));
+  }
   write<S, 0>(part, a, item, latent);
   if (S::GROUPS == 1) write<S, S::TALL - 4>(part, a, item, latent + 8);
 }
 
 // Give this part of an item to the cluster's blocks, and write this block's share of the latents of all parts.
 template <typename S>
-__device__ __forceinline__ void spread(const Part<S>& part, Room<S>& room, const Attention& a, const Item<S>& item, int rank,
-                                       int latent) {
+__device__ __forceinline__ void spread(Part<S>& part, Room<S>& room, const Attention& a, const Item<S>& item, int rank,
+                                       int group, int latent) {
   Given<S> given(room, a.parts);
-  cluster_wait();  // tiles are read no more
-  give<S, 0>(part, given, rank, latent);
-  if (S::GROUPS == 1) give<S, S::TALL - 4>(part, given, rank, latent + 8);
+  if constexpr (S::KEPT) turn_four<S, 0>(part);
+  cluster_wait();  // tiles are read no more, and barriers are there
+  if constexpr (S::KEPT) {
+    give_turned<S, 0>(part, room, given, rank, four_at<S>(4 * group));
+  } else {
+    give<S, 0>(part, room, given, rank, latent);
+    if (S::GROUPS == 1) give<S, S::TALL - 4>(part, room, given, rank, latent + 8);
+  }
   int to = lane() >> 1;
   for (int head = 2 * warp() + (lane() & 1); head < S::HEADS; head += S::WORKERS / 16)
-    if (to < a.parts) give_two(given.sums + rank * S::HEADS + head, to, block_sum<S>(room, head));
-  cluster_sync();
+    if (to < a.parts)
+      send(reinterpret_cast<u64*>(given.sums + rank * S::HEADS + head), to, bits_of(block_sum<S>(room, head)), &room.given);
+  barrier_wait(&room.given, 0);
   add_given<S>(given, a, item, min(S::HEADS, a.heads - item.first_head), rank);
 }
 
@@ -745,7 +1010,7 @@ __device__ __forceinline__ void settle(Part<S>& part, Room<S>& room, const Atten
   if (a.parts == 1)
     write_item<S>(part, room, a, item, group, latent);
   else
-    spread<S>(part, room, a, item, rank, latent);
+    spread<S>(part, room, a, item, rank, group, latent);
 }
 
 // Compute this warpgroup's tiles, item by item.
@@ -773,8 +1038,17 @@ __device__ __forceinline__ void work(Room<S>& room, const Attention& a, int firs
       if constexpr (S::HALVED) {
         add_two<S>(mine, room, factor, tile, tiles - turn * S::GROUPS, turn, group);
       } else {
-        if (turn * S::GROUPS + group < tiles) add_one<S>(mine, room, factor, tile + group, turn, group);
+        if (turn * S::GROUPS + group < tiles) {
+          if constexpr (S::KEPT)
+            add_last<S>(mine, room, factor, tile + group, turn, group);
+          else
+            add_one<S>(mine, room, factor, tile + group, turn, group);
+        }
       }
+    }
+    if constexpr (S::KEPT) {
+      int last = (tiles - group + 1) / 2 - 1;
+      if (last >= 0) add_kept<S>(mine, room.kept[group], block_at(room.p[group][last & 1]));
     }
     before += tiles;
     settle<S>(mine, room, a, item, group, part);
@@ -788,6 +1062,11 @@ __device__ __forceinline__ void attend(const Attention& a) {
   int items = a.rows * ((a.heads + S::HEADS - 1) / S::HEADS);
   if (threadIdx.x < S::DEPTH)
     barrier_init(&room.full[threadIdx.x], S::FETCHERS), barrier_init(&room.empty[threadIdx.x], S::HALVED ? 8 : 4);
+  if (a.parts > 1 && threadIdx.x == 32) {
+    barrier_init(&room.given, 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barrier_expect(&room.given, Given<S>(room, a.parts).bytes(a.parts, part));
+  }
   __syncthreads();
   if (threadIdx.x >= S::WORKERS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::FEW));
@@ -795,15 +1074,17 @@ __device__ __forceinline__ void attend(const Attention& a) {
     cursor.announce_table(a);
     wait_for_leader();  // which may have written the indices, and nothing else that is read here
     fetch_all<S>(room, a, cursor);
-    if (a.parts > 1) cluster_sync(), cluster_sync();  // as those do who compute
+    if (a.parts > 1) cluster_arrive(), cluster_wait();  // as those do who compute
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::MANY));
     work<S>(room, a, first, step, items, part);
   }
 }
 
-#define KERNEL(name, format, heads, groups, depth)                                              \
-  using name##_shape = Shape<format, heads, groups, depth>;                                     \
+#include "few.cuh"
+
+#define KERNEL(name, ...)                                                                       \
+  using name##_shape = Shape<__VA_ARGS__>;                                                      \
   extern "C" __global__ void __launch_bounds__(name##_shape::THREADS, name##_shape::BLOCKS_THERE) \
       name(const __grid_constant__ Attention a) {                                               \
     attend<name##_shape>(a);                                                                    \
@@ -812,14 +1093,24 @@ KERNEL(fp8_16, Fp8, 16, 2, 5)
 KERNEL(fp8_32, Fp8, 32, 2, 4)
 KERNEL(fp8_48, Fp8, 48, 2, 4)
 KERNEL(fp8_pair, Fp8, 16, 1, 2)
-KERNEL(nvfp4_16, Nvfp4, 16, 2, 8)
+KERNEL(nvfp4_16, Nvfp4, 16, 2, 3, true)
 KERNEL(nvfp4_32, Nvfp4, 32, 2, 7)
 KERNEL(nvfp4_48, Nvfp4, 48, 2, 6)
 KERNEL(nvfp4_pair, Nvfp4, 16, 1, 3)
 
+#define FEW(name, ...)                                                                              \
+  extern "C" __global__ void __launch_bounds__(FEW_THREADS, 1) name(const __grid_constant__ Attention a) { \
+    attend_few<__VA_ARGS__>(a);                                                                     \
+  }
+FEW(fp8_few, Fp8, false)
+FEW(fp8_plain, Fp8, true)
+FEW(nvfp4_few, Nvfp4, false)
+FEW(nvfp4_plain, Nvfp4, true)
+
 // What the launches ask for and pass.
 static_assert(sizeof(Room<fp8_16_shape>) == 223232 && sizeof(Room<fp8_32_shape>) == 211968);
 static_assert(sizeof(Room<fp8_48_shape>) == 227328 && sizeof(Room<fp8_pair_shape>) == 101376);
-static_assert(sizeof(Room<nvfp4_16_shape>) == 208896 && sizeof(Room<nvfp4_32_shape>) == 214016);
+static_assert(sizeof(Room<nvfp4_16_shape>) == 227328 && sizeof(Room<nvfp4_32_shape>) == 214016);
 static_assert(sizeof(Room<nvfp4_48_shape>) == 206848 && sizeof(Room<nvfp4_pair_shape>) == 91136);
+static_assert(sizeof(FewRoom<Fp8>) == 191488 && sizeof(FewRoom<Nvfp4>) == 191488);
 static_assert(sizeof(Attention) == 248);

@@ -22,6 +22,17 @@ constexpr u32 LAYOUT = 0x40000040;
 __device__ __forceinline__ Block block_at(const void* p) { return (shared_address(p) >> 4 & 0x3fff) | 1 << 16; }
 __device__ __forceinline__ Block block_plus(Block block, int bytes) { return block + (bytes >> 4); }
 
+// The same with the tall operand in shared memory too: rows of 64 of its 64 rows' numbers, one a step of the contraction,
+// swizzled as b's are. It is read transposed.
+__device__ __forceinline__ void tall_kept(float (&d)[2][4], Block a, Block block, int step) {
+  asm volatile(
+      "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.eq.u32 p, %10, %10;\nmov.b64 a, {%8, %10};\nmov.b64 b, {%9, %10};\n"
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7}, a, b, p, 1, 1, 1, 0;\n}"
+      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]),
+        "+f"(d[1][3])
+      : "r"(a), "r"(block + 2 * step), "n"(LAYOUT));
+}
+
 template <int N>
 __device__ __forceinline__ void tall(float (&d)[N / 8][4], const u32 (&a)[4], Block block, int step, bool add);
 
@@ -87,5 +98,13 @@ __device__ __forceinline__ void tall(float (&d)[N / 8][4], const u32 (&a)[4], Bl
         : "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(low), "r"(high));
   }
+}
+
+__device__ __forceinline__ void tall_kept(float (&d)[2][4], Block a, Block block, int step) {
+  u32 row = (lane() & 7) + (lane() >> 4) * 8, chunk = 2 * (warp() & 3) + (lane() >> 3 & 1), part[4];
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(part[0]), "=r"(part[1]), "=r"(part[2]), "=r"(part[3])
+               : "r"(a + place(row, 8 * chunk)));
+  tall<16>(d, part, block, step, true);
 }
 #endif
