@@ -152,7 +152,7 @@ def processors() -> int:
 
 def built(operator: str, spec: Spec, limits: Limits, numerics: str = "") -> Callable[..., Any]:
     """Return the run function of this backend's own implementation, of the exact one or of a class of numerics."""
-    from kimi_hal_nvidia import fp8_sum, scores, topk
+    from kimi_hal_nvidia import fp8_sum, scores, sizes, topk
     from kimi_hal_nvidia import indexer as search
 
     exact = {"indexer_logits": scores, "indexer_topk": search, "topk_select": topk}
@@ -166,7 +166,7 @@ def built(operator: str, spec: Spec, limits: Limits, numerics: str = "") -> Call
         arch=f"sm_{major}{minor}",
         sizes=Sizes(),
         group=None,
-        persistent=None,
+        persistent=torch.zeros(sizes.TICKETS, dtype=torch.uint8, device=DEVICE),
         check=check.compiled(OPERATORS[operator], spec, limits, device=DEVICE),
         settings={},
     )

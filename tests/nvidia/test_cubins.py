@@ -100,8 +100,12 @@ def test_the_same_compiler_makes_the_same_bytes(stem: str, arch: str, tmp_path: 
 def test_packed_structures_and_shared_memory_are_as_long_as_in_the_sources(tmp_path: Path) -> None:
     rings = [(e, r) for e in ("fp8", "fp4") for r in scores.RINGS]
     lines = [
-        f'printf("%zu\\n", sizeof(Ring<{e.title()}, {r.columns}, {r.cut[e][0]}, {r.cut[e][1]}>));'
+        f'printf("%zu\\n", sizeof(Ring<{name}, {n}, {r.cut[e][0]}, {r.cut[e][1]}>));'
         for e, r in rings
+        for name, n in re.findall(
+            rf"SCORES\({e}_{r.heads}x{r.rows}, (\w+), (\d+)",
+            (cubins.SOURCES / f"index_scores_{e}.cu").read_text(),
+        )
     ]
     lines.append(f'printf("%zu\\n", sizeof(sums::Memory<{fp8_sum.GROUPS}, {fp8_sum.PAGES}>));')
     source = tmp_path / "layouts.cu"

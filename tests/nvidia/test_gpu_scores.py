@@ -192,6 +192,51 @@ def test_shares_end_anywhere(lengths: tuple[int, ...], rows: int, by: tuple[str,
     right(IndexerSpec(index=POW2), lengths, rows=rows, by=by)
 
 
+@pytest.mark.parametrize("lengths", [(4000,) * 100, (5003,) * 33, (9000, 70) * 16, (2500,) * 128, (1,) * 129])
+@pytest.mark.parametrize("name", [POW2, MXFP4])
+def test_a_block_has_pages_of_several_requests(name: str, lengths: tuple[int, ...]) -> None:
+    right(IndexerSpec(index=name), lengths)
+
+
+@pytest.mark.parametrize("scale", [255, 200, 30])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_what_is_done_for_one_key_leaves_the_bits_of_its_neighbours(rows: int, scale: int) -> None:
+    spec = IndexerSpec(index=MXFP4)
+    given = {name: tensor.cuda() for name, tensor in drawn(spec, (500, 90), rows).items()}
+    limits = Limits(max_rows=2 * rows, max_reqs=2, max_context=512, rows_per_req=rows)
+    plan = hal.plan("indexer_logits", spec, limits, device="cuda", implementation="nvidia.cuda")
+    before = plan.run(**given)
+    given["cache"][int(given["block_table"][0, 1]), 4096 + 4 * 7] = scale
+    after = plan.run(**given)
+    assert not torch.equal(before[0, 71], after[0, 71])
+    before[:rows, 71] = after[:rows, 71]
+    for row, n in enumerate(given["row_len"].tolist()):
+        assert torch.equal(before[row, :n].nan_to_num(3e9), after[row, :n].nan_to_num(3e9))
+
+
+def test_launches_that_overlap_share_no_pages() -> None:
+    spec, lengths = IndexerSpec(index=POW2), (4000,) * 40
+    given = {name: tensor.cuda() for name, tensor in drawn(spec, lengths, 1).items()}
+    limits = Limits(max_rows=40, max_reqs=40, max_context=4096, rows_per_req=1)
+    plan = hal.plan("indexer_logits", spec, limits, device="cuda", implementation="nvidia.cuda")
+    outs = [torch.full((40, 4000), torch.nan, device="cuda") for _ in range(4)]
+    wanted = plan.run(**given, out=outs[3]).clone()
+    graph, streams = torch.cuda.CUDAGraph(), [torch.cuda.Stream() for _ in range(2)]
+    with torch.cuda.graph(graph):
+        plan.run(**given, out=outs[2])
+    for _ in range(20):
+        for out in outs:
+            out.fill_(torch.nan)
+        torch.cuda.synchronize()
+        for stream, out in zip(streams, outs, strict=False):
+            with torch.cuda.stream(stream):
+                plan.run(**given, out=out)
+        graph.replay()
+        plan.run(**given, out=outs[3])
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, wanted) for out in outs)
+
+
 @pytest.mark.parametrize(("rows", "length"), [(300, 5000), (65, 2100), (64, 64)])
 @pytest.mark.parametrize("by", [EXACT, SUM])
 def test_a_prefill_skips_the_keys_behind_each_row(rows: int, length: int, by: tuple[str, float]) -> None:

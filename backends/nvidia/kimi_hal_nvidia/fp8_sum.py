@@ -35,10 +35,10 @@ def kernel_name(heads: int, score: str) -> str:
 class SumScorer(Scorer):
     """Scores many rows of a request against its FP8 keys, for one plan."""
 
-    def kernel(self, ctx: BuildContext, fmt: formats.IndexFormat, index: int) -> driver.Kernel:
-        """Return the kernel for these heads and scores; every FP8 format has the same."""
+    def kernels(self, ctx: BuildContext, fmt: formats.IndexFormat, index: int) -> dict[str, driver.Kernel]:
+        """Return the kernel for these heads and scores; every FP8 format has the same, and any number of rows."""
         name = kernel_name(ctx.spec.num_heads, ctx.spec.score)
-        return driver.kernel(STEM, ctx.arch, name, threads=THREADS, shared=SHARED, device=index)
+        return {"many": driver.kernel(STEM, ctx.arch, name, threads=THREADS, shared=SHARED, device=index)}
 
 
 def build_indexer_logits(ctx: BuildContext) -> Callable[..., Any]:

@@ -54,6 +54,8 @@ TENSORS: dict[str, dict[str, TensorCap]] = {
     "indexer_topk": OPERANDS,
     "topk_select": {"scores": ELEMENT},
 }
+#: Operators whose scores are shared out by words that a plan keeps.
+SCORING = ("indexer_logits", "indexer_topk")
 MODULES = {
     "quantize_index_query": "quantize_query",
     "indexer_logits": "scores",
@@ -95,7 +97,7 @@ def _implementation(operator: str, name: str, arch: tuple[str, ...], execution: 
             ),
         ),
         preferences=PASSED if execution == "native" else BY_NAME,
-        size="kimi_hal_nvidia.sizes:indexer_topk" if operator == "indexer_topk" else None,
+        size=f"kimi_hal_nvidia.sizes:{operator}" if operator in SCORING else None,
         execution=(execution,),
         source=SOURCE,
         compile=f"kimi_hal_nvidia.indexer_kernels:{operator}",

@@ -6,7 +6,7 @@ from kimi_hal.dispatch.contract import Instruction, Kernel, Target
 from kimi_hal_nvidia import fp8_sum as sums
 from kimi_hal_nvidia.compiling import described
 from kimi_hal_nvidia.quantize_query import STEM
-from kimi_hal_nvidia.scores import RINGS
+from kimi_hal_nvidia.scores import GROUPED, KINDS, RINGS
 from kimi_hal_nvidia.topk import CLUSTERS, FORMS
 
 #: Rows of scores are read by vectors of 16 bytes.
@@ -23,13 +23,13 @@ HEADS = 32
 SPILLED = 128
 
 
-def products(target: Target, element: str) -> Instruction:
+def products(target: Target, element: str, columns: int) -> Instruction:
     """Return the products of keys, added in float32: of a warpgroup on Hopper, of a warp elsewhere."""
     if target.arch != "sm_90":
         return Instruction(r"HMMA\.16816\.F32", "keys are multiplied as float16 and added in float32")
-    if element == "fp4":
+    if element == "fp4" and columns <= GROUPED:
         return Instruction(r"QGMMA\.64x32x32\.F32", "a group of MXFP4 numbers is multiplied as e4m3, exactly")
-    return Instruction(r"HGMMA\.64x\d+x16\.F32", "FP8 keys are multiplied as float16 and added in float32")
+    return Instruction(r"HGMMA\.64x\d+x16\.F32", "keys are multiplied as float16 and added in float32")
 
 
 def quantize_index_query(target: Target) -> tuple[Kernel, ...]:
@@ -56,19 +56,24 @@ def topk_select(target: Target) -> tuple[Kernel, ...]:
 
 
 def indexer_logits(target: Target) -> tuple[Kernel, ...]:
-    """Return the scores of both elements with the model's heads, for each number of rows."""
+    """Return the scores of both elements with the model's heads, by rows that share keys and by all rows."""
     return tuple(
         described(
             f"index_scores_{element}",
-            f"{element}_{ring.heads}x{ring.rows}",
+            ring.kernel(element, kind),
             target,
-            expected=[products(target, element), BULK_COPY, *([CONVERTED] if element == "fp8" else [])],
+            expected=[
+                products(target, element, ring.columns),
+                BULK_COPY,
+                *([CONVERTED] if element == "fp8" else []),
+            ],
             forbidden=[FP8_PRODUCTS] if element == "fp8" else [],
             spilled=SPILLED,
             shared=ring.shared(element),
         )
         for element in ("fp8", "fp4")
         for ring in RINGS
+        for kind in KINDS
         if ring.heads == HEADS
     )
 

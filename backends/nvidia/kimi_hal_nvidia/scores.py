@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.cuda import is_current_stream_capturing
 
 from kimi_hal import formats
 from kimi_hal.dispatch.contract import BuildContext
@@ -15,15 +16,23 @@ from kimi_hal.ops.indexer import IndexerSpec, logits_width
 from kimi_hal.ops.operator import torch_dtype
 from kimi_hal.ops.spec import Limits
 from kimi_hal.parallel import ownership
-from kimi_hal_nvidia import driver
+from kimi_hal_nvidia import driver, sizes
 from kimi_hal_nvidia.indexer_claims import PAGES
 from kimi_hal_nvidia.layouts import Layout
 from kimi_hal_nvidia.parameters import Parameters
 from kimi_hal_nvidia.streams import device_index, on_device, raw_stream
 
 #: ``struct Scoring`` of ``scores.cuh``: addresses, then numbers.
-ADDRESSES, NUMBERS = 8, "10q 11i 4x"
+ADDRESSES, NUMBERS = 9, "10q 11i 4x"
 PAGE = 64
+#: Columns up to which MXFP4 keys are multiplied group by group.
+GROUPED = 64
+#: Rows that four warps know.
+SOME = 128
+#: Keys of a request from which on the last of all are dealt out to blocks that are early: rows change more often then.
+DEALT = 32768
+#: Kinds of rows, ``enum class Rows`` of ``scores.cuh`` -> how their kernels' names end.
+KINDS = {"one": "_one", "some": "", "many": "_many"}
 #: Where the cache stands among the operands, and what its address is a multiple of.
 CACHE, ALIGN = 3, PAGES.align
 
@@ -51,22 +60,31 @@ class Ring:
         """Return the threads of a block: its warpgroups, and one that copies."""
         return self.cut[element][0] * 128 + 128
 
+    def kind(self, rows: int, requests: int) -> str:
+        """Return which of ``KINDS`` so many rows are."""
+        return "one" if requests == 1 and rows <= self.rows else "some" if rows <= SOME else "many"
+
+    def kernel(self, element: str, kind: str) -> str:
+        """Return the name of the kernel of a kind."""
+        return f"{element}_{self.heads}x{self.rows}{KINDS[kind]}"
+
     def shared(self, element: str) -> int:
         """Return the bytes of ``struct Ring``."""
         groups, pages = self.cut[element]
-        key, column, scales = {"fp8": (128, 256, 16), "fp4": (64, 128, groups * 1024)}[element]
+        key, scales = {"fp8": (128, 16), "fp4": (64, groups * 1024)}[element]
+        column = 128 if element == "fp4" and self.columns <= GROUPED else 256
         page = -(-PAGE * (key + 4) // 128) * 128
-        size = groups * self.columns * (column + 4) + pages * page + scales + groups * 32 + pages * 32 + 264
+        size = groups * self.columns * (column + 4) + pages * page + scales + groups * 32 + pages * 32 + 1296
         return -(-size // 16) * 16
 
 
 RINGS = (
-    Ring(32, 1, {"fp8": (5, 15), "fp4": (5, 30)}),
-    Ring(32, 2, {"fp8": (4, 12), "fp4": (4, 32)}),
-    Ring(32, 4, {"fp8": (2, 14), "fp4": (4, 24)}),
-    Ring(32, 8, {"fp8": (2, 10), "fp4": (2, 24)}),
-    Ring(64, 1, {"fp8": (4, 12), "fp4": (4, 24)}),
-    Ring(64, 4, {"fp8": (2, 10), "fp4": (2, 24)}),
+    Ring(32, 1, {"fp8": (4, 20), "fp4": (5, 20)}),
+    Ring(32, 2, {"fp8": (4, 16), "fp4": (5, 20)}),
+    Ring(32, 4, {"fp8": (2, 16), "fp4": (3, 24)}),
+    Ring(32, 8, {"fp8": (2, 8), "fp4": (2, 20)}),
+    Ring(64, 1, {"fp8": (4, 16), "fp4": (5, 20)}),
+    Ring(64, 4, {"fp8": (2, 8), "fp4": (2, 20)}),
 )
 
 
@@ -77,6 +95,33 @@ def ring_for(heads: int, limits: Limits) -> Ring:
     fitting = [r for r in RINGS if r.heads >= heads]
     fitting = [r for r in fitting if r.heads == fitting[0].heads]
     return next((r for r in fitting if r.rows >= likely), fitting[-1])
+
+
+class Tickets:
+    """Words by which the blocks of a launch share what is left: each stream and each captured launch has its own.
+
+    Launches of a stream follow each other, and so do those of a captured one; others may overlap. Where there are no
+    more words, shares are fixed.
+
+    Args:
+        words: zeros, ``sizes.TICKETS`` bytes that nobody else writes; None: there are none.
+    """
+
+    def __init__(self, words: Tensor | None) -> None:
+        self.words = words
+        begin = 0 if words is None else words.data_ptr()
+        self.free = iter(range(begin, begin + sizes.TICKETS, sizes.TICKET))
+        self.streams: dict[int, int] = {}
+
+    def of(self, stream: int) -> int:
+        """Return the address of a launch's words on the current stream; 0: there are none."""
+        if self.words is None:
+            return 0
+        if is_current_stream_capturing():
+            return next(self.free, 0)
+        if stream not in self.streams:
+            self.streams[stream] = next(self.free, 0)
+        return self.streams[stream]
 
 
 class Operands(NamedTuple):
@@ -115,11 +160,15 @@ class Scorer:
     def __init__(self, ctx: BuildContext, follows: bool = False) -> None:
         spec: IndexerSpec = ctx.spec
         fmt, index = formats.index(spec.index), device_index(ctx.device)
-        kernel = self.kernel(ctx, fmt, index)
+        self.ring = ring_for(spec.num_heads, ctx.limits)
         self.parameters = Parameters(ADDRESSES, NUMBERS)
+        self.launches = {
+            kind: driver.launcher(kernel, self.parameters.address, overlap=follows)
+            for kind, kernel in self.kernels(ctx, fmt, index).items()
+        }
+        self.tickets = Tickets(ctx.persistent)
         self.facts: tuple[Any, ...] = ()
         self.layout = Layout()
-        self.launch = driver.launcher(kernel, self.parameters.address, overlap=follows)
         self.stream = raw_stream(index)
         self.blocks = torch.cuda.get_device_properties(index).multi_processor_count
         keys = ownership.of_keys(spec.dcp)
@@ -133,18 +182,20 @@ class Scorer:
             int(fmt.scale == "ue8m0x4"),
         )
 
-    def kernel(self, ctx: BuildContext, fmt: formats.IndexFormat, index: int) -> driver.Kernel:
-        """Return the kernel for these keys, heads and sizes."""
+    def kernels(self, ctx: BuildContext, fmt: formats.IndexFormat, index: int) -> dict[str, driver.Kernel]:
+        """Return the kernels for these keys, heads and sizes by ``KINDS``; ``many`` serves what has none of its own."""
         element = "fp4" if fmt.element == "e2m1" else "fp8"
-        ring = ring_for(ctx.spec.num_heads, ctx.limits)
-        return driver.kernel(
-            f"index_scores_{element}",
-            ctx.arch,
-            f"{element}_{ring.heads}x{ring.rows}",
-            threads=ring.threads(element),
-            shared=ring.shared(element),
-            device=index,
-        )
+        return {
+            kind: driver.kernel(
+                f"index_scores_{element}",
+                ctx.arch,
+                self.ring.kernel(element, kind),
+                threads=self.ring.threads(element),
+                shared=self.ring.shared(element),
+                device=index,
+            )
+            for kind in KINDS
+        }
 
     def again(self, *tensors: Any) -> bool:
         """Do what was done last, if these, operands and output, are laid out like those; else nothing. Tell which."""
@@ -159,8 +210,9 @@ class Scorer:
 
     def start(self, *addresses: int) -> None:
         """Launch with the numbers that are there, over operands and output at these addresses."""
-        self.parameters.point(*addresses)
-        self.launch(self.blocks, 1, self.stream())
+        stream = self.stream()
+        self.parameters.point(*addresses, self.tickets.of(stream) if self.dealt else 0)
+        self.launch(self.blocks, 1, stream)
 
     def __call__(self, given: Operands, out: Tensor) -> None:
         """Write the scores of every row into ``out [T, L]``; there is at least one row."""
@@ -191,6 +243,11 @@ class Scorer:
     def learn(self, given: Operands, out: Tensor) -> None:
         """Write down the numbers of these shapes."""
         q, q_scale, weights, cache, table, row_req, row_len = given
+        room = min(table.shape[1] * PAGE, out.shape[1])
+        kind = self.ring.kind(q.shape[0], table.shape[0])
+        kind = kind if kind in self.launches else "many"
+        self.launch = self.launches[kind]
+        self.dealt = kind == "some" and room >= DEALT * self.ring.rows
         self.parameters.tell(
             *q.stride()[:2],
             *q_scale.stride()[:2],
@@ -203,7 +260,7 @@ class Scorer:
             q.shape[0],
             table.shape[0],
             cache.shape[0],
-            min(table.shape[1] * PAGE, out.shape[1]),
+            room,
             *self.constants,
         )
 

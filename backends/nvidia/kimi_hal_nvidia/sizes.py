@@ -7,9 +7,18 @@ from typing import NamedTuple
 
 from kimi_hal.dispatch.contract import Sizes
 from kimi_hal.ops.composites import DSASpec, part_specs
-from kimi_hal.ops.indexer import IndexerTopKSpec, logits_width
+from kimi_hal.ops.indexer import IndexerSpec, IndexerTopKSpec, logits_width
 from kimi_hal.ops.spec import Limits
 from kimi_hal.triton.sizes import SCORES, SELECT_ROWS
+
+#: Bytes by which the blocks of one launch of scores share what is left, and those of all launches that may overlap.
+TICKET = 16
+TICKETS = 1024 * TICKET
+
+
+def indexer_logits(spec: IndexerSpec, limits: Limits, arch: str) -> Sizes:
+    """Return the sizes of a plan of ``indexer_logits``."""
+    return Sizes(persistent=TICKETS)
 
 
 def indexer_topk(spec: IndexerTopKSpec, limits: Limits, arch: str) -> Sizes:
@@ -17,7 +26,7 @@ def indexer_topk(spec: IndexerTopKSpec, limits: Limits, arch: str) -> Sizes:
     itemsize = 4 if spec.score == "float32" else 2
     width = -(-logits_width(spec, limits, 0) // spec.page) * spec.page
     held = min(max(SCORES, width * itemsize), width * itemsize * min(limits.max_rows, SELECT_ROWS))
-    return Sizes(workspace=-(-held // 256) * 256)
+    return Sizes(workspace=-(-held // 256) * 256, persistent=TICKETS)
 
 
 class Held(NamedTuple):
@@ -57,4 +66,4 @@ def dsa_decode(spec: DSASpec, limits: Limits, arch: str) -> Sizes:
     """Return the sizes of a plan of ``dsa_decode``."""
     of_scores = part_specs("dsa_decode", spec, limits)["indexer_topk"].limits or limits
     scores = indexer_topk(spec.indexer, of_scores, arch).workspace
-    return Sizes(workspace=Held.of(spec, limits).scores + scores)
+    return Sizes(workspace=Held.of(spec, limits).scores + scores, persistent=TICKETS)

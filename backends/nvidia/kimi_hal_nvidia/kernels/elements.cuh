@@ -74,3 +74,25 @@ struct Fp4 {
     return code & 8 ? -x : x;
   }
 };
+
+// MXFP4 as float16: numbers times twice their scale relative to the largest.
+struct Fp4Half {
+  static constexpr int BYTES = 64, COLUMN = 256;
+  static constexpr u32 LEAST = 20;  // powers of two below the largest scale down to which factors are exact
+
+  // 2^7 / 2^below, twice.
+  static __device__ __forceinline__ u32 factor(u32 below) { return (22 - min(below, LEAST + 1)) * 0x04000400u; }
+
+  // The eight numbers of a word, in pairs: 0 and 2, 4 and 6, 1 and 3, 5 and 7.
+  static __device__ __forceinline__ void decode(u32 (&to)[4], u32 word, u32 factor) {
+    u32 two[2] = {Fp4::even(word), Fp4::odd(word)};
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 %1, h;\n}"
+          : "=r"(to[2 * i]), "=r"(to[2 * i + 1])
+          : "r"(two[i]));
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) to[i] = product_of_halves(to[i], factor);
+  }
+};

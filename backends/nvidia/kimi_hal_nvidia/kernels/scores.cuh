@@ -1,12 +1,12 @@
 // indexer_logits: S[t, j] = Σ_h w[t, h] · relu(q[t, h] · k_j), keys as the tall operand of a matrix product.
 //
-// All rows' keys are counted in pages, and every block takes an equal share of them, whoever has them. A producer warp
-// copies pages into a ring; warpgroups take them in turn, put a page's 64 keys into the registers of the product, multiply
+// All rows' keys are counted in pages, and every block takes an equal share of them, whoever has them. Four warps
+// copy pages into a ring; warpgroups take them in turn, put a page's 64 keys into the registers of the product, multiply
 // them with the heads of one or more rows of a request, and add up what is rectified and weighed in float32.
 //
-// `Fp8` decodes keys to float16, which holds every element exactly: FP8 products are added with fewer bits than the contract
-// asks for. `Fp4` multiplies groups of 32 numbers as e4m3, whose sums are exact even so. A score's bits depend on its row
-// and its key alone.
+// `Fp8` and `Fp4Half` decode keys to float16, which holds every element exactly: FP8 products are added with fewer bits than
+// the contract asks for. `Fp4` multiplies groups of 32 numbers as e4m3, whose sums are exact even so: less to decode, more to
+// add, so it is for few columns. A score's bits depend on its row and its key alone.
 #pragma once
 #include "copies.cuh"
 #include "elements.cuh"
@@ -16,6 +16,9 @@
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL)
 #define OWN_INSTRUCTIONS
 #endif
+
+constexpr int MOST_ROWS = 128;  // that four warps know
+constexpr int REST = 16;        // one page of so many is dealt out to those who are early
 
 template <typename Element, int N, int GROUPS, int STAGES>
 struct Ring {
@@ -30,7 +33,8 @@ struct Ring {
   u64 full[STAGES], empty[STAGES];
   Unit unit[STAGES];
   u32 sums[2][32];
-  int first_row, first_page;
+  Share share;
+  int2 until[MOST_ROWS];  // pages of all rows up to each one, and its request
 };
 
 // Twice the rectified number; NaN stays. The adder is faster than a comparison, and no product is infinite.
@@ -46,6 +50,11 @@ __device__ __forceinline__ float rectified(float x) {
 
 // Asks for a line of memory to be brought near.
 __device__ __forceinline__ void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+
+// Loads what nobody waits for.
+__device__ __forceinline__ void touch(const void* at) {
+  asm volatile("{\n.reg .u32 nothing;\nld.global.u8 nothing, [%0];\n}" ::"l"(at) : "memory");
+}
 
 // Says of what is copied how long it should stay near: what is read once goes before what is written or read again.
 __device__ __forceinline__ u64 stay(bool once) {
@@ -63,15 +72,23 @@ __device__ __forceinline__ void copy_page(void* to, const void* from, u32 bytes,
       : "memory");
 }
 
-template <typename Element, int N, int HEADS, int GROUPS, int STAGES>
+// How many rows there may be: one block of them of one request, as many as four warps know, or any number. Less to ask
+// for, and fewer instructions that come from memory, until the first pages are on their way.
+enum class Rows { ONE_BLOCK, SOME, MANY };
+
+template <typename Element, int N, int HEADS, int GROUPS, int STAGES, Rows MANY>
 struct Scorer {
+  static constexpr bool ALONE = MANY == Rows::ONE_BLOCK;
+  // Warpgroups are told when there are no more pages: each has the slots of one warp that copies.
+  static constexpr bool TOLD = MANY == Rows::SOME && GROUPS == 4;
   static constexpr bool FP4 = Element::BYTES == 64;
-  static constexpr bool LARGE = N == 256 && !FP4;
+  static constexpr bool GROUPED = FP4 && Element::COLUMN == 128;  // MXFP4 as e4m3, group by group; else as float16
+  static constexpr bool LARGE = N == 256 && !GROUPED;
   static constexpr int ROWS = N / HEADS, THREADS = GROUPS * 128 + 128;
   // Registers of a thread at the start, of those that copy, and of the others, which get what those give back.
-  static constexpr int FEW = 40, EACH = 65536 / THREADS / 8 * 8, MOST = (EACH * THREADS - FEW * 128) / (GROUPS * 128) / 8 * 8;
+  static constexpr int FEW = GROUPS < 4 ? 56 : 40, EACH = 65536 / THREADS / 8 * 8, MOST = (EACH * THREADS - FEW * 128) / (GROUPS * 128) / 8 * 8;
   using Memory = Ring<Element, N, GROUPS, STAGES>;
-  static constexpr bool HELD = N <= 64;  // weights stay in registers
+  static constexpr bool HELD = N <= (GROUPED ? 32 : 64);  // weights stay in registers
 
   // Where a warpgroup is in the ring: its pages stand in slots that it alone has.
   struct Turn {
@@ -90,20 +107,39 @@ struct Scorer {
     }
   };
 
-  // A block of rows: its first column of scores, and a lane's keys of every second row.
-  struct Rows {
-    long long line;
-    int first, keys[ROWS == 1 ? 1 : ROWS / 2];
+  // A block of rows: where a lane's first score stands, and how many behind it, of every second row.
+  struct Block {
+    char* out;
+    int first, left[ROWS == 1 ? 1 : ROWS / 2], scaled;  // `scaled`: of the key whose scales it looks at
+  };
+
+  // What a lane adds to a slot's places, computed once.
+  struct Places {
+    u32 keys, scales, columns, powers, power;
+
+    __device__ __forceinline__ Places(const Memory& m, int group) {
+      u32 first = warp() % 4 * 16, token = first + lane() / 4, stage = shared_address(m.stage[0]);
+      columns = kept(address_of_columns(m.columns[group]));
+      if constexpr (FP4 && !GROUPED) {
+        keys = kept(stage + token * 64 + lane() % 4 * 16);
+        scales = kept(stage + PAGE * 64 + token * 4 + lane() % 4);
+      } else if constexpr (FP4) {
+        keys = kept(stage + (first + lane() % 8) * 64 + lane() / 8 * 16);
+        scales = kept(stage + PAGE * 64 + first * 4 + lane() * 2);
+        powers = kept(shared_address(m.scales[warp()]) + lane() * 8);
+        power = kept(shared_address(m.scales[warp()]) + lane() / 4 * 16);
+      } else {
+        keys = kept(stage + token * 128 + lane() % 4 * 16);
+        scales = kept(stage + PAGE * 128 + token * 4 + lane() % 2 * 32);
+      }
+    }
   };
 
   const Scoring& p;
   Memory& m;
 
-  // One block of rows of one request: its pages are dealt out in turn, and may be asked for before lengths are known.
-  __device__ __forceinline__ bool solo() const { return p.requests == 1 && p.rows <= ROWS; }
-
   // The units of this block of threads, of any number of rows.
-  __device__ __forceinline__ Share share_many() {
+  __device__ __forceinline__ void share_many() {
     int total = 0, now = 0, count = 0;
     u32 sum, turn = 0;
 #pragma unroll 1
@@ -120,119 +156,235 @@ struct Scorer {
           divide(total, now, count);
         }
         if ((pass == 1 || p.rows <= THREADS) && count > 0 && begin <= now && now < begin + pages) {
-          m.first_row = row;
-          m.first_page = now - begin;
+          m.share = Share{row, now - begin, count};
         }
       }
       if (p.rows <= THREADS) break;
       total = before;
       divide(total, now, count);
     }
+    if (count == 0 && threadIdx.x == 0) m.share = Share{0, 0, 0};
     __syncthreads();
-    return count ? Share{m.first_row, m.first_page, count} : Share{0, 0, 0};
   }
 
-  // The same of up to 32 rows, by each warp for itself.
-  __device__ __forceinline__ Share share_few() const {
-    int request, keys = keys_of(p, said_of(p, lane()), request);
-    return share_of(pages_brought<ROWS>(keys, request));
+  // Copiers tell the others of the share.
+  static __device__ __forceinline__ void tell() { asm volatile("bar.arrive 8, %0;" ::"n"(THREADS) : "memory"); }
+  static __device__ __forceinline__ void be_told() { asm volatile("bar.sync 8, %0;" ::"n"(THREADS) : "memory"); }
+
+  // One block of rows of one request: its pages are dealt out in turn, and looked up before lengths are known.
+  __device__ __forceinline__ void copy_one() const {
+    int fourth = warp() % 4, step = gridDim.x, own = 4 * lane() + fourth, at = blockIdx.x + own * step, request;
+    int page = at < pages_in(p.room) ? p.table[at] : -1;
+    Said said = said_of(p, lane());
+    u64 policy = policy_of();
+    __syncthreads();  // barriers are there
+    give_registers();
+    int pages = __reduce_max_sync(EVERY, pages_in(keys_of(p, said, request)));
+    if (lane() < STAGES / 4 && at < pages) send(own, Unit{0, at, page}, policy);
+    __syncwarp();
+    copy_pages(p.table + blockIdx.x, step, Unit{0, static_cast<int>(blockIdx.x), page}, 0, dealt(pages), STAGES / 4);
   }
 
-  // Keeps the ring filled, some pages at a time, each by a lane of its own.
-  __device__ __forceinline__ void produce(Share mine) {
-    constexpr int TOGETHER = STAGES / 2 < 32 ? STAGES / 2 : 32, BEGIN = STAGES < 32 ? STAGES : 32;
-    bool alone = solo(), few = p.rows <= 32;
-    int step = alone ? gridDim.x : 1, early = -1, request;
-    u64 policy = stay(p.rows <= p.requests * ROWS);
-    if (alone) {  // before anything is known
-      int at = blockIdx.x + lane() * step;
-      if (at < pages_in(p.room)) early = p.table[at];
+  // Brings the queries of a row's block near, before its pages are asked for: what comes behind those waits for them.
+  __device__ __forceinline__ void touch_queries(int row) const {
+    int block = row / ROWS * ROWS;
+    wait_for_leader();
+#pragma unroll 1
+    for (int n = lane(); n < N; n += 32) {
+      int mine = block + n / HEADS, head = n % HEADS;
+      if (mine >= p.rows || head >= p.heads) continue;
+      touch(p.q + mine * p.q_row + head * p.q_head);
+      touch(static_cast<const char*>(p.weights) + (mine * p.weights_row + head) * (p.weights_bf16 ? 2 : 4));
+      if constexpr (FP4) touch(p.q_scale + mine * p.q_scale_row + head * p.q_scale_head);
     }
-    int base = few ? 0 : mine.row / 32 * 32, keys = keys_of(p, said_of(p, base + lane()), request);
-    int pages = pages_brought<ROWS>(keys, request);
-    if (alone) {
-      int all = __reduce_max_sync(EVERY, pages);
-      mine = Share{0, static_cast<int>(blockIdx.x), dealt(all)};
-    } else if (few) {
-      mine = share_of(pages);
+  }
+
+  // A page of all rows' pages: its row, where it is in its request, and which it is.
+  __device__ __forceinline__ Unit find(int number) const {
+    int row = 0;
+#pragma unroll
+    for (int step = MOST_ROWS / 2; step > 0; step /= 2) {
+      if (m.until[row + step - 1].x <= number) row += step;
     }
-    u32 waiting = __ballot_sync(EVERY, pages > 0) & EVERY << mine.row % 32;
-    int done = 0, from = mine.first;
+    int before = row ? m.until[row - 1].x : 0;
+    return Unit{row, number - before, p.table[m.until[row].y * p.table_row + number - before]};
+  }
+
+  // The share of this block of threads of up to 128 rows' pages. With tickets, an eighth is dealt out to those who are
+  // early: multiprocessors are not equally near to memory.
+  __device__ __forceinline__ void copy_some() const {
+    int request, thread = threadIdx.x % 128, fourth = warp() % 4, before = 0, total = 0;
+    Said said = said_of(p, thread);
+    __syncthreads();  // barriers are there
+    give_registers();
+    int keys = keys_of(p, said, request), pages = pages_brought<ROWS>(keys, request), until = warp_inclusive(pages);
+    if (lane() == 31) m.sums[0][fourth] = until;
+    meet(GROUPS);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      int sum = m.sums[0][i];
+      total += sum;
+      before += i < fourth ? sum : 0;
+    }
+    m.until[thread] = make_int2(before + until, request);
+    meet(GROUPS);
+    bool dealt = TOLD && p.tickets;
+    int blocks = gridDim.x, each = dealt ? (total - total / REST) / blocks : (total + blocks - 1) / blocks;
+    int now = blockIdx.x * each, count = max(0, min(each, total - now));
+    int own = 4 * lane() + fourth;
+    Unit mine = own < count ? find(now + own) : Unit{0, 0, -1};
+    if (thread == 0) m.share = Share{mine.row, 0, count};
+    tell();
+    int near = __shfl_sync(EVERY, mine.row, 0);
+    if (fourth == 0) touch_queries(near);
+    u64 policy = policy_of();
+    int left = count - fourth, number = fourth, batch = STAGES / 4;
+#pragma unroll 1
+    while (left > 0) {
+      own += 128;
+      Unit next = own < count ? find(now + own) : Unit{0, 0, -1};
+#pragma unroll 1
+      for (int i = 0; i < 32 && 4 * i < left; i += batch, batch = 1) {
+        int row = __shfl_sync(EVERY, mine.row, min(i + batch, (left + 3) / 4) - 1);
+        if (row != near) touch_queries(near = row);
+        if (lane() - i < batch && 4 * lane() < left) fill(number + 4 * lane(), mine, policy);
+        __syncwarp();
+      }
+      number += 4 * min(32, (left + 3) / 4);
+      left -= 128;
+      mine = next;
+    }
+    if constexpr (TOLD) {
+      if (dealt) number = copy_dealt(number, blocks * each, total, near, policy);
+      if (lane() == 0) {
+        u32 slot = number % STAGES, round = number / STAGES;
+        if (round > 0) barrier_wait(&m.empty[slot], (round - 1) & 1);
+        m.unit[slot].row = -1;
+        barrier_arrive(&m.full[slot]);
+      }
+    }
+  }
+
+  // Pages from `now` on, some to a ticket; returns the next number of this warp.
+  __device__ __forceinline__ int copy_dealt(int number, int now, int total, int near, u64 policy) const {
+    int size = total - now > 32 * static_cast<int>(gridDim.x) ? 2 : 1;
+    u32 ticket = take();
+#pragma unroll 1
+    while (true) {
+      int begin = now + static_cast<int>(__shfl_sync(EVERY, ticket, 0)) * size;
+      if (begin >= total) break;
+      ticket = take();  // while these are copied
+      int some = min(size, total - begin);
+      Unit mine = static_cast<int>(lane()) < some ? find(begin + lane()) : Unit{0, 0, -1};
+#pragma unroll 1
+      for (int i = 0; i < some; i++, number += 4) {
+        int row = __shfl_sync(EVERY, mine.row, i);
+        if (row != near) touch_queries(near = row);
+        if (lane() == i) fill(number, mine, policy);
+        __syncwarp();
+      }
+    }
+    if (lane() == 0 && atomicAdd(p.tickets + 1, 1) == gridDim.x * 4 - 1) {  // nobody takes another
+      p.tickets[0] = 0;
+      p.tickets[1] = 0;
+    }
+    return number;
+  }
+
+  __device__ __forceinline__ u32 take() const { return lane() == 0 ? atomicAdd(p.tickets, 1) : 0; }
+
+  __device__ __forceinline__ u64 policy_of() const { return stay(p.rows <= p.requests * ROWS); }
+
+  // Copies a page, whose place is still a number of pages, into the slot of a number, once that is empty.
+  __device__ __forceinline__ void fill(u32 number, const Unit& unit, u64 policy) const {
+    u32 slot = number % STAGES, round = number / STAGES;
+    if (round > 0) barrier_wait(&m.empty[slot], (round - 1) & 1);
+    send(slot, unit, policy);
+  }
+
+  __device__ __forceinline__ void send(u32 slot, const Unit& unit, u64 policy) const {
+    bool present = unit.page >= 0 && unit.page < p.pages;
+    m.unit[slot] = Unit{unit.row, unit.first * PAGE, present ? unit.page : -1};
+    if (present) {
+      barrier_expect(&m.full[slot], Memory::PAGE_BYTES);
+      copy_page(m.stage[slot], p.cache + unit.page * p.cache_page, Memory::PAGE_BYTES, &m.full[slot], policy);
+    } else {
+      barrier_arrive(&m.full[slot]);
+    }
+  }
+
+  // The share of this block of threads of any number of rows, request for request.
+  __device__ __forceinline__ void copy_many() const {
+    __syncthreads();  // barriers are there
+    give_registers();
+    Share mine = m.share;
+    tell();
+    int base = mine.row / 32 * 32 - 32, request = 0, pages = 0, done = 0, from = mine.first;
+    u32 behind = EVERY << mine.row % 32, waiting = 0;
 #pragma unroll 1
     while (done < mine.count) {
 #pragma unroll 1
       while (!waiting) {
         base += 32;
-        keys = keys_of(p, said_of(p, base + lane()), request);
+        int keys = keys_of(p, said_of(p, base + lane()), request);
         pages = pages_brought<ROWS>(keys, request);
-        waiting = __ballot_sync(EVERY, pages > 0);
+        waiting = __ballot_sync(EVERY, pages > 0) & behind;
+        behind = EVERY;
       }
-      int at = __ffs(waiting) - 1, row = alone ? 0 : base + at, left = mine.count - done;
+      int at = __ffs(waiting) - 1;
       waiting &= waiting - 1;
-      int some = alone ? left : min(__shfl_sync(EVERY, pages, at) - from, left);
+      int some = min(__shfl_sync(EVERY, pages, at) - from, mine.count - done);
       const int* table = p.table + __shfl_sync(EVERY, request, at) * p.table_row + from;
-      int i = 0, batch = done == 0 ? BEGIN : TOGETHER, next = early;
-      if (!alone) next = static_cast<int>(lane()) < min(batch, some) ? table[lane()] : -1;
-#pragma unroll 1
-      while (i < some) {
-        int own = i + lane(), after = own + batch, page = next;
-        bool live = static_cast<int>(lane()) < batch && own < some;
-        next = static_cast<int>(lane()) < TOGETHER && after < some ? table[after * step] : -1;
-        if (live) {
-          int number = done + own, slot = number % STAGES;
-          if (number >= STAGES) barrier_wait(&m.empty[slot], (number / STAGES - 1) & 1);
-          bool present = page >= 0 && page < p.pages;
-          m.unit[slot] = Unit{row, (from + own * step) * PAGE, present ? page : -1};
-          if (present) {
-            barrier_expect(&m.full[slot], Memory::PAGE_BYTES);
-            copy_page(m.stage[slot], p.cache + page * p.cache_page, Memory::PAGE_BYTES, &m.full[slot], policy);
-          } else {
-            barrier_arrive(&m.full[slot]);
-          }
-        }
-        __syncwarp();
-        i += batch;
-        batch = TOGETHER;
-      }
+      // A slot is always the same warp's, or one would be a round ahead of another.
+      int own = 4 * lane() + ((warp() - done) & 3), page = own < some ? table[own] : -1;
+      copy_pages(table, 1, Unit{base + at, from, page}, done, some, 0);
       done += some;
       from = 0;
     }
   }
 
+  // Keeps the ring filled with `some` pages of a request, `step` apart in its table, as numbers from `done` on: each of
+  // four warps has every fourth slot. A lane looks up a page and copies it, and knows its first one; the first `sent` are
+  // on their way.
+  __device__ __forceinline__ void copy_pages(const int* table, int step, Unit begin, int done, int some, int sent) const {
+    int place = (warp() - done) & 3, own = 4 * lane() + place, page = begin.page;
+    u64 policy = policy_of();
+#pragma unroll 1
+    while (place < some) {
+      int after = own + 128, next = after < some ? table[after * step] : -1;
+      Unit unit{begin.row, begin.first + own * step, page};
+      int batch = sent ? 1 : max(1, (STAGES + 3 - done - place) / 4);  // what finds its slot empty goes at once
+#pragma unroll 1
+      for (int i = sent; i < 32 && place + 4 * i < some; i += batch, batch = 1) {
+        if (lane() - i < batch && own < some) fill(done + own, unit, policy);
+        __syncwarp();
+      }
+      sent = 0;
+      place += 128;
+      own = after;
+      page = next;
+    }
+  }
+
   // Puts the queries of a block of rows into this warpgroup's columns; true where float16 does not hold them, or
   // float32 what they weigh.
-  __device__ __forceinline__ bool load_queries(int group, int row, float (&held)[N / 4], Rows& rows) {
+  __device__ __forceinline__ bool load_queries(int group, int row, float (&held)[N / 4], Block& rows) {
     int block = row / ROWS * ROWS, thread = threadIdx.x % 128, request = 0;
     bool held_all = true;
     Said said{0, -1};
     if (thread < ROWS) {
       said = said_of(p, block + thread);
-      if (!solo()) request = p.row_req[row * p.req_stride];
+      if constexpr (!ALONE) request = p.row_req[row * p.req_stride];
     }
     meet(group);
+    constexpr int SOME = N <= 64 ? N / 32 : 1;  // every load is under way before one is waited for
 #pragma unroll 1
-    for (int item = thread; item < N * 4; item += 128) {
-      int n = item / 4, c = item % 4, mine = block + n / HEADS, head = n % HEADS;
-      bool live = mine < p.rows && head < p.heads;
-      float w = live ? weight(mine, head) : 0.0f;  // every load is under way before one is waited for
-      u32 codes = 0x7f7f7f7fu;
-      if constexpr (FP4) {
-        uint4 all = make_uint4(0, 0, 0, 0);
-        if (live) {
-          load_bytes<1>(&all, p.q + mine * p.q_row + head * p.q_head, c);
-          codes = scales_of(mine, head);
-        }
-        held_all = put_group(m.columns[group], n, c, all, codes) && held_all;
-        float unit = w * power(Fp4::largest(codes));
-        // Else it has no bits left, or its sums none above, that a key's scale brings back.
-        held_all = held_all && (w == 0.0f || (fabsf(unit) > 0x1p-100f && fabsf(unit) < 0x1p100f));
-        w = unit;
-      } else {
-        uint4 all[2] = {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)};
-        if (live) load_bytes<2>(all, p.q + mine * p.q_row + head * p.q_head, c);
-        put_query(m.columns[group], n, c, all);
-      }
-      if (c == 0) m.weights[group][weight_place(n)] = w;
+    for (int item = thread; item < N * 4; item += 128 * SOME) {
+      Query query[SOME];
+#pragma unroll
+      for (int i = 0; i < SOME; i++) query[i] = ask(block, item + 128 * i);
+#pragma unroll
+      for (int i = 0; i < SOME; i++) held_all = put_query(group, item + 128 * i, query[i]) && held_all;
     }
     if (thread < ROWS) {
       int its, keys = keys_of(p, said, its);
@@ -252,9 +404,19 @@ struct Scorer {
       meet(group);
     }
     rows.first = row;
-    rows.line = block * p.out_row;
+    int place = warp() % 4 * 16 + lane() / 4 + lane() % 2 * 8, odd_row = ROWS == 1 ? 0 : lane() / 2 % 2;
+    if constexpr (GROUPED) {
+      int most = 0;
 #pragma unroll
-    for (int i = 0; i < (ROWS + 1) / 2; i++) rows.keys[i] = m.keys[group][ROWS == 1 ? 0 : 2 * i + lane() / 2 % 2];
+      for (int r = 0; r < ROWS; r++) most = max(most, m.keys[group][r]);
+      rows.scaled = most - (warp() % 4 * 16 + lane() / 2);
+    }
+    rows.out = static_cast<char*>(p.out) + ((block + odd_row) * p.out_row + place) * (p.out_bf16 ? 2 : 4);
+#pragma unroll
+    for (int i = 0; i < (ROWS + 1) / 2; i++) {
+      rows.left[i] = m.keys[group][2 * i + odd_row] - place;
+      if (ROWS == 1 && lane() / 2 % 2) rows.left[i] = 0;  // another lane has the same
+    }
     if constexpr (HELD) {
 #pragma unroll
       for (int j = 0; j < N / 8; j += 2) {
@@ -268,36 +430,78 @@ struct Scorer {
     return odd;
   }
 
-  // A lane's 32 numbers of an FP8 query, where the products of its keys' words look for them.
-  static __device__ __forceinline__ void put_query(unsigned char* columns, int n, int c, const uint4 (&all)[2]) {
-    Element e{all[0], all[1]};
-    u32 piece[8][2];
-    e.decode(piece);
-#pragma unroll
-    for (int i = 0; i < 16; i++) {
-      *reinterpret_cast<u32*>(columns + column_offset(n, 8 * i + 2 * c, N)) = piece[i / 2][i % 2];
+  // A quarter of a query as it is in memory, its weight, and its scales.
+  struct Query {
+    uint4 all[FP4 ? 1 : 2];
+    float weight;
+    u32 codes;
+  };
+
+  __device__ __forceinline__ Query ask(int block, int item) const {
+    int n = item / 4, mine = block + n / HEADS, head = n % HEADS;
+    Query query{};
+    query.codes = 0x7f7f7f7fu;
+    if (mine < p.rows && head < p.heads) {
+      query.weight = weight(mine, head);
+      load_bytes<FP4 ? 1 : 2>(query.all, p.q + mine * p.q_row + head * p.q_head, item % 4);
+      if constexpr (FP4) query.codes = scales_of(mine, head);
     }
+    return query;
   }
 
-  // Group `g` of a query as e4m3, times 2^6 and its scale relative to the query's largest; false where that is not exact.
+  // Puts it into this warpgroup's columns, where the products of its keys' words look for it; false where that is not exact.
+  __device__ __forceinline__ bool put_query(int group, int item, const Query& query) const {
+    int n = item / 4, c = item % 4;
+    unsigned char* columns = m.columns[group];
+    bool held = true;
+    float w = query.weight;
+    if constexpr (FP4) {
+      held = put_group(columns, n, c, query.all[0], query.codes);
+      float unit = w * power(Fp4::largest(query.codes)) * (GROUPED ? 1.0f : 0.25f);
+      // Else it has no bits left, or its sums none above, that a key's scale brings back.
+      held = held && (w == 0.0f || (fabsf(unit) > 0x1p-100f && fabsf(unit) < (GROUPED ? 0x1p40f : 0x1p100f)));
+      w = unit;
+    } else {
+      Element e{query.all[0], query.all[1]};
+      u32 piece[8][2];
+      e.decode(piece);
+#pragma unroll
+      for (int i = 0; i < 16; i++) {
+        *reinterpret_cast<u32*>(columns + column_offset(n, 8 * i + 2 * c, N)) = piece[i / 2][i % 2];
+      }
+    }
+    if (c == 0) m.weights[group][weight_place(n)] = w;
+    return held;
+  }
+
+  // Group `g` of a query, times its scale relative to the query's largest and 2^6 in e4m3 or 2 in float16; false where
+  // that is not exact.
   static __device__ __forceinline__ bool put_group(unsigned char* columns, int n, int g, const uint4& all, u32 codes) {
-    u32 below = Fp4::largest(codes) - (codes >> 8 * g & 255);
-    u32 factor = (27 - min(below, 14u)) * 0x04000400u;  // 2^12 / 2^below
-    u32 word[4] = {all.x, all.y, all.z, all.w};
+    constexpr u32 LEAST = GROUPED ? 14 : Fp4Half::LEAST;
+    u32 below = Fp4::largest(codes) - (codes >> 8 * g & 255), word[4] = {all.x, all.y, all.z, all.w};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      u32 at = byte_offset(n, 32 * g + 4 * i);
-      *reinterpret_cast<u32*>(columns + at) = Fp4::scaled(Fp4::even(word[i]), factor);
-      at = byte_offset(n, 32 * g + 16 + 4 * i);
-      *reinterpret_cast<u32*>(columns + at) = Fp4::scaled(Fp4::odd(word[i]), factor);
+      if constexpr (GROUPED) {
+        u32 factor = (27 - min(below, LEAST)) * 0x04000400u, at = byte_offset(n, 32 * g + 4 * i);  // 2^12 / 2^below
+        *reinterpret_cast<u32*>(columns + at) = Fp4::scaled(Fp4::even(word[i]), factor);
+        at = byte_offset(n, 32 * g + 16 + 4 * i);
+        *reinterpret_cast<u32*>(columns + at) = Fp4::scaled(Fp4::odd(word[i]), factor);
+      } else {
+        u32 pair[4];
+        Fp4Half::decode(pair, word[i], Fp4Half::factor(below));
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+          *reinterpret_cast<u32*>(columns + column_offset(n, 32 * i + 8 * k + 2 * g, N)) = pair[k];
+        }
+      }
     }
-    return below <= 14 || !((all.x | all.y | all.z | all.w) & 0x77777777u);
+    return below <= LEAST || !((all.x | all.y | all.z | all.w) & 0x77777777u);
   }
 
   // Loads a lane's vectors of a query, 64 bytes from each other; queries may stand at any byte.
   template <int VECTORS>
   __device__ __forceinline__ void load_bytes(uint4* to, const unsigned char* at, int c) const {
-    if (reinterpret_cast<u64>(at) % 16 == 0) {
+    if (__builtin_expect(reinterpret_cast<u64>(at) % 16 == 0, 1)) {
 #pragma unroll
       for (int i = 0; i < VECTORS; i++) to[i] = *reinterpret_cast<const uint4*>(at + 64 * i + 16 * c);
       return;
@@ -333,17 +537,17 @@ struct Scorer {
 
   __device__ __forceinline__ void consume(int group, int next, int count) {
     wait_for_leader();  // which may have written queries, their scales and weights, and nothing else that is read here
-    int token = warp() % 4 * 16 + lane() / 4;
+    Places places(m, group);
     Turn turn(group, count);
     bool odd = false;
     float held[N / 4];
-    Rows rows;
+    Block rows;
     rows.first = -1;
 #pragma unroll 1
-    while (turn.left > 0) {
+    while (TOLD || turn.left > 0) {
       if (next != rows.first) {  // for the first row before its first page has come
         odd = load_queries(group, next, held, rows);
-        if (solo()) {
+        if constexpr (ALONE) {
           turn = Turn(group, dealt_here(group));
           if (turn.left == 0) return;
         }
@@ -351,37 +555,29 @@ struct Scorer {
       barrier_wait(&m.full[turn.slot], turn.parity);
       Unit unit = m.unit[turn.slot];
       next = unit.row;
+      if (TOLD && next < 0) return;
       if (next != rows.first) continue;
-      if constexpr (FP4) {
-        float sum[ROWS][2], scale;
-        score_groups(group, turn.slot, held, sum, scale);
-        if (odd && unit.page >= 0) store_plainly(group, unit, token);
-        else store<0, ROWS>(rows, unit, token, sum, scale);
+      if constexpr (GROUPED) {
+        score_groups(group, turn.slot, places, rows, unit, held, odd);
+      } else if constexpr (FP4) {
+        score_halves(group, turn.slot, places, rows, unit, held, odd);
       } else {
-        score_page(group, turn.slot, rows, unit, token, held);
+        score_page(group, turn.slot, places, rows, unit, held);
       }
       turn.go_on();
     }
   }
 
-  // The scale of the one key of a lane's two that the lane will store.
-  __device__ __forceinline__ float scale_of(const unsigned char* stage, int token) const {
-    u32 code = reinterpret_cast<const u32*>(stage + PAGE * Element::BYTES)[token + lane() % 2 * 8];
-    return p.e8m0 ? power(code & 255) : __uint_as_float(code);
-  }
-
   // FP8: a page's keys times all heads.
-  __device__ __forceinline__ void score_page(int group, int slot, const Rows& rows, const Unit& unit, int token,
+  __device__ __forceinline__ void score_page(int group, int slot, const Places& places, const Block& rows, const Unit& unit,
                                              float (&held)[N / 4]) const {
-    const unsigned char* stage = m.stage[slot];
-    float scale = scale_of(stage, token);
-    u32 a[8][4], c = lane() % 4;
+    u32 stage = slot * Memory::STAGE_BYTES;
+    u32 a[8][4], code = load_word(places.scales + stage);  // of the one key of a lane's two that the lane will store
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      const unsigned char* key = stage + (token + 8 * half) * Element::BYTES;
-      Element e;
+      u32 key = places.keys + stage + half * 1024;
+      Element e{load_vector(key), load_vector(key + 64)};
       u32 piece[8][2];
-      e.load(key, c);
       e.decode(piece);
 #pragma unroll
       for (int s = 0; s < 8; s++) {
@@ -390,22 +586,28 @@ struct Scorer {
       }
     }
     release(slot);
+    score_all(group, places, rows, unit, a, held, p.e8m0 ? power(code & 255) : __uint_as_float(code));
+  }
+
+  // Keys that stand in registers, times all heads.
+  __device__ __forceinline__ void score_all(int group, const Places& places, const Block& rows, const Unit& unit,
+                                            const u32 (&a)[8][4], float (&held)[N / 4], float scale) const {
     if constexpr (LARGE) {  // rows are added up while those behind them are still multiplied
       float low[N / 16][4], high[N / 16][4], part[ROWS / 2][2];
-      multiply<N / 2, N>(low, a, m.columns[group], 0);
-      multiply<N / 2, N>(high, a, m.columns[group], N / 2);
+      multiply<N / 2, N>(low, a, places.columns, 0);
+      multiply<N / 2, N>(high, a, places.columns, N / 2);
       multiplied<1>();
       weigh<0, ROWS / 2>(group, low, held, part);
-      store<0, ROWS / 2>(rows, unit, token, part, scale);
+      store<0, ROWS / 2>(rows, unit, part, scale);
       multiplied<0>();
       weigh<ROWS / 2, ROWS>(group, high, held, part);
-      store<ROWS / 2, ROWS>(rows, unit, token, part, scale);
+      store<ROWS / 2, ROWS>(rows, unit, part, scale);
     } else {
       float d[N / 8][4], sum[ROWS][2];
-      multiply<N, N>(d, a, m.columns[group], 0);
+      multiply<N, N>(d, a, places.columns, 0);
       multiplied<0>();
       weigh<0, ROWS>(group, d, held, sum);
-      store<0, ROWS>(rows, unit, token, sum, scale);
+      store<0, ROWS>(rows, unit, sum, scale);
     }
   }
 
@@ -415,62 +617,87 @@ struct Scorer {
     if (lane() == 0) barrier_arrive(&m.empty[slot]);
   }
 
-  // MXFP4: each group of 32 numbers by itself, in e4m3, times 32 heads; groups are added up by their scales.
-  __device__ __forceinline__ void score_groups(int group, int slot, float (&held)[N / 4], float (&sum)[ROWS][2],
-                                               float& scale) const {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    constexpr int AHEAD = 2;
-#else
-    constexpr int AHEAD = 1;  // a warp waits for its own products anyway
-#endif
+  // MXFP4 for many columns: keys times their scales relative to a key's largest, as float16.
+  __device__ __forceinline__ void score_halves(int group, int slot, const Places& places, const Block& rows,
+                                               const Unit& unit, float (&held)[N / 4], bool odd) {
+    // A lane has a group of each of two keys.
+    u32 stage = slot * Memory::STAGE_BYTES, a[8][4];
+    uint4 all[2] = {load_vector(places.keys + stage), load_vector(places.keys + stage + 512)};
+    u32 codes = load_byte(places.scales + stage) | load_byte(places.scales + stage + 32) << 16;
+    release(slot);
+    u32 top = __vmaxu2(codes, __shfl_xor_sync(EVERY, codes, 1));
+    top = __vmaxu2(top, __shfl_xor_sync(EVERY, top, 2));
+    u32 below = top - codes;
+    float scale = power(lane() % 2 ? top >> 16 : top & 255);
+    bool far = __any_sync(EVERY, __vmaxu2(below, Fp4Half::LEAST * 0x10001) != Fp4Half::LEAST * 0x10001);
+    bool plainly[2] = {odd, odd};
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      u32 word[4] = {all[half].x, all[half].y, all[half].z, all[half].w};
+      u32 mine = half ? below >> 16 : below & 0xffff, factor = Fp4Half::factor(mine);
+      if (far) {  // unless what is so far below is zero
+        bool lost = mine > Fp4Half::LEAST && ((word[0] | word[1] | word[2] | word[3]) & 0x77777777u);
+        plainly[half] |= (__ballot_sync(EVERY, lost) >> (lane() & 28) & 15) != 0;
+      }
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        u32 pair[4];
+        Fp4Half::decode(pair, word[i], factor);
+#pragma unroll
+        for (int k = 0; k < 4; k++) a[2 * i + k / 2][half + k % 2 * 2] = pair[k];
+      }
+    }
+    score_all(group, places, rows, unit, a, held, scale);
+    if (far || odd) store_plainly(group, unit, plainly);
+  }
+
+  // MXFP4 of few columns: each group of 32 numbers by itself, in e4m3, times 32 heads; groups are added up by their scales.
+  __device__ __forceinline__ void score_groups(int group, int slot, const Places& places, const Block& rows,
+                                               const Unit& unit, float (&held)[N / 4], bool odd) const {
     constexpr int ALL = N / 32 * 4;
-    const unsigned char* stage = m.stage[slot];
-    u32 a[4][4], first = warp() % 4 * 16;
+    u32 stage = slot * Memory::STAGE_BYTES, a[4][4], codes = load_half(places.scales + stage);  // two of a key's four
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       u32 word[4];
-      load_matrices(word, stage + (first + 8 * half + lane() % 8) * Element::BYTES + lane() / 8 * 16);
+      load_matrices(word, pointer_to(places.keys + stage + half * 512));
 #pragma unroll
       for (int g = 0; g < 4; g++) {
         a[g][half] = Fp4::even(word[g]);
         a[g][2 + half] = Fp4::odd(word[g]);
       }
     }
-    // A lane has two of a key's four exponents, which count from the largest.
-    u32 codes = reinterpret_cast<const unsigned short*>(stage + PAGE * Element::BYTES)[first * 2 + lane()];
     release(slot);
-    float d[AHEAD][4][4], all[4][4];
-#pragma unroll
-    for (int i = 0; i < AHEAD; i++) multiply_group(d[i], a[i % 4], m.columns[group], i / 4 * 32, i % 4);
-    u32 top = max(codes & 255, codes >> 8);
-    top = max(top, __shfl_xor_sync(EVERY, top, 1));
-    reinterpret_cast<float2*>(m.scales[warp()])[lane()] =
-        make_float2(power_below(top - (codes & 255)), power_below(top - (codes >> 8)));
-    scale = power(__shfl_sync(EVERY, top, lane() / 4 * 2 + lane() % 2 * 16));
-    __syncwarp();
-    float4 low = m.scales[warp()][lane() / 4], high = m.scales[warp()][lane() / 4 + 8];
-    float of_low[4] = {low.x, low.y, low.z, low.w}, of_high[4] = {high.x, high.y, high.z, high.w};
+    float d[4][4], all[4][4], sum[ROWS][2];
 #pragma unroll
     for (int r = 0; r < ROWS; r++) sum[r][0] = sum[r][1] = 0.0f;
+    multiply_group(d, a[0], places.columns, 0, 0);
+    store_pair(places.powers, power_bits(codes), power_bits(codes >> 8));
+    __syncwarp();
+    uint4 low = load_vector(places.power), high = load_vector(places.power + 128);
+    float of_low[4] = {__uint_as_float(low.x), __uint_as_float(low.y), __uint_as_float(low.z), __uint_as_float(low.w)};
+    float of_high[4] = {__uint_as_float(high.x), __uint_as_float(high.y), __uint_as_float(high.z), __uint_as_float(high.w)};
 #pragma unroll
     for (int i = 0; i < ALL; i++) {
-      constexpr int LAST = ALL - 1;
-      if (LAST - i >= AHEAD - 1) multiplied<AHEAD - 1>();
-      else if (LAST - i == 2) multiplied<2>();
-      else if (LAST - i == 1) multiplied<1>();
-      else multiplied<0>();
-      add_group(all, d[i % AHEAD], of_low[i % 4], of_high[i % 4], i % 4 == 0);
-      if (i + AHEAD < ALL) {
-        multiply_group(d[i % AHEAD], a[(i + AHEAD) % 4], m.columns[group], (i + AHEAD) / 4 * 32, (i + AHEAD) % 4);
+      multiplied<0>();
+      add_group(all, d, of_low[i % 4], of_high[i % 4], i % 4 == 0);
+      if (i + 1 < ALL) multiply_group(d, a[(i + 1) % 4], places.columns, (i + 1) / 4 * 32, (i + 1) % 4);
+      if (i % 4 == 3) {
+#pragma unroll
+        for (int j = 0; j < 4; j += 2) {
+          add_weighed(sum[i / 4 * 32 / HEADS], all[j], all[j + 1], weights_of(group, i / 4 * 4 + j, held));
+        }
       }
-      if (i % 4 == 3) weigh_part(group, i / 4, all, held, sum[i / 4 * 32 / HEADS]);
+    }
+    store<0, ROWS>(rows, unit, sum, 1.0f);
+    u32 large = __ballot_sync(EVERY, (codes & codes << 1 & 0x8080) && unit.first < rows.scaled);
+    if (large || odd) {  // 2^65 and above, and NaN
+      bool plainly[2] = {odd || large >> lane() / 4 * 2 & 3, odd || large >> (lane() / 4 * 2 + 16) & 3};
+      store_plainly(group, unit, plainly);
     }
   }
 
-  // 2^-below; 0 where a float32 beside the largest is not moved by it.
-  static __device__ __forceinline__ float power_below(u32 below) {
-    return __uint_as_float(static_cast<u32>(max(127 - static_cast<int>(below), 0)) << 23);
-  }
+  // A power of two of a code below 255, as a float's bits.
+  static __device__ __forceinline__ u32 power_bits(u32 code) { return max(code << 23 & 0x7f800000u, 0x00400000u); }
 
   static __device__ __forceinline__ void add_group(float (&all)[4][4], const float (&d)[4][4], float low, float high,
                                                    bool first) {
@@ -547,11 +774,10 @@ struct Scorer {
 
   // Adds up the four lanes of each key; lane c then has key c % 2 of every second row, and stores it.
   template <int FIRST, int LAST>
-  __device__ __forceinline__ void store(const Rows& rows, const Unit& unit, int token, float (&sum)[LAST - FIRST][2],
+  __device__ __forceinline__ void store(const Block& rows, const Unit& unit, float (&sum)[LAST - FIRST][2],
                                         float scale) const {
     constexpr int SOME = LAST - FIRST;
     u32 half = lane() % 2, odd = lane() / 2 % 2;
-    int place = unit.first + token + 8 * half;
     float factor = 0.5f * scale;
     float one[SOME];
 #pragma unroll
@@ -560,36 +786,43 @@ struct Scorer {
       one[r] += __shfl_xor_sync(EVERY, half ? sum[r][0] : sum[r][1], 1);
     }
     if constexpr (SOME == 1) {
-      float score = (one[0] + __shfl_xor_sync(EVERY, one[0], 2)) * factor;
-      if (!odd) put(unit, rows.line, place, score, rows.keys[0]);
+      put(unit, rows.out, (one[0] + __shfl_xor_sync(EVERY, one[0], 2)) * factor, rows.left[0]);
     } else {
 #pragma unroll
       for (int r = 0; r < SOME; r += 2) {
         float mine = odd ? one[r + 1] : one[r];
         mine += __shfl_xor_sync(EVERY, odd ? one[r] : one[r + 1], 2);
-        put(unit, rows.line + (FIRST + r + odd) * p.out_row, place, mine * factor, rows.keys[(FIRST + r) / 2]);
+        char* out = rows.out;
+        if (FIRST + r > 0) out += (FIRST + r) * p.out_row * (p.out_bf16 ? 2 : 4);
+        put(unit, out, mine * factor, rows.left[(FIRST + r) / 2]);
       }
     }
   }
 
-  __device__ __forceinline__ void store_plainly(int group, const Unit& unit, int token) const {
+  // Stores again what products cannot hold, of a lane's two keys.
+  __device__ __forceinline__ void store_plainly(int group, const Unit& unit, const bool (&plainly)[2]) const {
+    if (unit.page < 0) return;
     const unsigned char* page = p.cache + unit.page * p.cache_page;
+    __syncwarp();  // behind what was stored before
 #pragma unroll 1
     for (int i = 0; i < 2 * ROWS; i++) {
-      int row = unit.row / ROWS * ROWS + i / 2, key = token + i % 2 * 8;
+      int row = unit.row / ROWS * ROWS + i / 2, key = warp() % 4 * 16 + lane() / 4 + i % 2 * 8;
+      bool mine = i % 2 ? plainly[1] : plainly[0];
+      if (!__any_sync(EVERY, mine)) continue;
       float sum = add_plainly(page, key, row);
       sum += __shfl_xor_sync(EVERY, sum, 1);
       sum += __shfl_xor_sync(EVERY, sum, 2);
-      if (lane() % 4 == 0) put(unit, row * p.out_row, unit.first + key, sum * 0.5f, m.keys[group][i / 2]);
+      char* out = static_cast<char*>(p.out) + (row * p.out_row + key) * (p.out_bf16 ? 2 : 4);
+      if (lane() % 4 == 0 && mine) put(unit, out, sum * 0.5f, m.keys[group][i / 2] - key);
     }
   }
 
-  __device__ __forceinline__ void put(const Unit& unit, long long line, int place, float score, int keys) const {
-    if (place >= keys) return;
+  // A score of the page, to the place behind `out` if there are that many left.
+  __device__ __forceinline__ void put(const Unit& unit, char* out, float score, int left) const {
+    if (unit.first >= left) return;
     if (unit.page < 0) score = -INFINITY;
-    long long at = line + place;
-    if (p.out_bf16) static_cast<__nv_bfloat16*>(p.out)[at] = __float2bfloat16_rn(score);
-    else static_cast<float*>(p.out)[at] = score;
+    if (p.out_bf16) reinterpret_cast<__nv_bfloat16*>(out)[unit.first] = __float2bfloat16_rn(score);
+    else reinterpret_cast<float*>(out)[unit.first] = score;
   }
 
   // Page numbers and queries come near while the lengths are still under way.
@@ -603,42 +836,63 @@ struct Scorer {
     if (queries <= LINES * 128 && line * 128 < queries) prefetch(p.q + line * 128);
   }
 
-  __device__ __forceinline__ void run() {
-    let_followers_start();
-    int group = __shfl_sync(EVERY, warp() / 4, 0);  // known to be the same in all lanes
-    if (warp() == GROUPS * 4 && lane() < STAGES) {
-      barrier_init(&m.full[lane()], 1);
-      barrier_init(&m.empty[lane()], 4);
-      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-      publish();
+  // The warpgroups make the barriers, and all threads meet.
+  __device__ __forceinline__ void begin_ring() const {
+#pragma unroll
+    for (int i = 0; i < STAGES; i += GROUPS * 4) {
+      int slot = i + warp();
+      if (lane() == 0 && slot < STAGES) {
+        barrier_init(&m.full[slot], 1);
+        barrier_init(&m.empty[slot], 4);
+      }
     }
-    Share mine{0, 0, 1 << 30};
-    if (group < GROUPS && !solo()) prefetch_all();
-    if (p.rows > 32) mine = share_many();  // synchronises
-    else __syncthreads();
-    if (group == GROUPS) {
-#if defined(OWN_INSTRUCTIONS)
-      asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FEW));
-#endif
-      if (warp() == GROUPS * 4) produce(mine);
-      return;
-    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    __syncthreads();
+  }
+
+  static __device__ __forceinline__ void take_registers() {
 #if defined(OWN_INSTRUCTIONS)
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MOST < 232 ? MOST : 232));
 #endif
-    if (p.rows <= 32 && !solo()) mine = share_few();
+  }
+  static __device__ __forceinline__ void give_registers() {
+#if defined(OWN_INSTRUCTIONS)
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FEW));
+#endif
+  }
+
+  __device__ __forceinline__ void run() {
+    let_followers_start();
+    int group = __shfl_sync(EVERY, warp() / 4, 0);  // known to be the same in all lanes
+    if constexpr (MANY == Rows::MANY) share_many();  // synchronises
+    if (group == GROUPS) {
+      if constexpr (ALONE) copy_one();
+      else if constexpr (MANY == Rows::SOME) copy_some();
+      else copy_many();
+      return;
+    }
+    begin_ring();
+    if constexpr (!ALONE) {
+      prefetch_all();
+      be_told();
+    }
+    take_registers();
+    Share mine = ALONE ? Share{0, 0, 1 << 30} : m.share;
     consume(group, mine.row, mine.count);
   }
 };
 
+#define SCORES_OF(NAME, ELEMENT, N, HEADS, GROUPS, STAGES, MANY)                                                      \
+  extern "C" __global__ void __launch_bounds__(GROUPS * 128 + 128, 1) NAME(const __grid_constant__ Scoring p) {      \
+    extern __shared__ __align__(1024) unsigned char memory[];                                                        \
+    using This = Scorer<ELEMENT, N, HEADS, GROUPS, STAGES, Rows::MANY>;                                              \
+    This{p, *reinterpret_cast<This::Memory*>(memory)}.run();                                                         \
+  }
 // N columns of heads padded to HEADS; warpgroups; pages in the ring.
 #define SCORES(NAME, ELEMENT, N, HEADS, GROUPS, STAGES)                                                              \
-  extern "C" __global__ void __launch_bounds__(Scorer<ELEMENT, N, HEADS, GROUPS, STAGES>::THREADS, 1)                \
-      NAME(const __grid_constant__ Scoring p) {                                                                      \
-    extern __shared__ __align__(1024) unsigned char memory[];                                                        \
-    using This = Scorer<ELEMENT, N, HEADS, GROUPS, STAGES>;                                                          \
-    This{p, *reinterpret_cast<This::Memory*>(memory)}.run();                                                         \
-  }                                                                                                                  \
+  SCORES_OF(NAME##_one, ELEMENT, N, HEADS, GROUPS, STAGES, ONE_BLOCK)                                                \
+  SCORES_OF(NAME, ELEMENT, N, HEADS, GROUPS, STAGES, SOME)                                                           \
+  SCORES_OF(NAME##_many, ELEMENT, N, HEADS, GROUPS, STAGES, MANY)                                                    \
   static_assert(sizeof(Ring<ELEMENT, N, GROUPS, STAGES>) <= 232448, "no block has so much shared memory");             \
-  static_assert(STAGES <= 32, "a lane begins each barrier");                                                          \
+  static_assert(STAGES % 4 == 0, "a slot is always the same warp's");                                                 \
   static_assert(STAGES % GROUPS == 0, "a warpgroup that is ahead would take the page before for the one it waits for");

@@ -14,6 +14,7 @@ struct Scoring {
   const int* row_req;
   const int* row_len;
   void* out;
+  u32* tickets;  // two words, zero between launches, that no other launch uses meanwhile; or null
   long long q_row, q_head, q_scale_row, q_scale_head, weights_row, cache_page, table_row, req_stride, len_stride,
       out_row;
   int rows, requests, pages, room, heads;
@@ -75,15 +76,6 @@ __device__ __forceinline__ void divide(int total, int& now, int& count) {
   int each = (total + gridDim.x - 1) / gridDim.x;
   now = blockIdx.x * each;
   count = max(0, min(each, total - now));
-}
-
-// The share of a block of threads in up to 32 rows, of which each lane knows the pages of one.
-__device__ __forceinline__ Share share_of(int pages) {
-  int until = warp_inclusive(pages), total = __shfl_sync(EVERY, until, 31), now, count;
-  divide(total, now, count);
-  u32 who = __ballot_sync(EVERY, until - pages <= now && now < until);
-  int row = who ? __ffs(who) - 1 : 0;
-  return Share{row, now - __shfl_sync(EVERY, until - pages, row), count};
 }
 
 // Units of one block of rows, dealt out in turn: how many of `pages` this block of threads has.
