@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
 from kimi_hal.dispatch import matching
 from kimi_hal.ops.operator import get
@@ -135,7 +136,15 @@ def test_the_structure_and_the_shared_memory_are_those_that_the_source_asserts()
     assert re.findall(r"sizeof\(Attention\) == (\d+)", source) == [str(packed)]
 
 
-def test_the_merge_s_structure_is_as_long_as_in_the_source() -> None:
+@pytest.mark.parametrize(("structure", "form"), [("Merging", merge_states.ANY), ("Few", merge_states.FEW)])
+def test_the_merge_s_structures_are_as_long_as_in_the_source(structure: str, form: merge_states.Form) -> None:
     source = (cubins.SOURCES / "merge_states.cu").read_text()
-    packed = Parameters(merge_states.ADDRESSES, merge_states.NUMBERS).size
-    assert re.findall(r"sizeof\(Merging\) == (\d+)", source) == [str(packed)]
+    packed = Parameters(merge_states.ADDRESSES, form.numbers).size
+    assert re.findall(rf"sizeof\({structure}\) == (\d+)", source) == [str(packed)]
+
+
+def test_a_merge_counts_in_32_bits_where_tensors_are_no_larger() -> None:
+    small, large = torch.empty(4, 8), torch.empty(1).expand(1 << 20, 1 << 20)
+    assert merge_states.within(small)
+    assert merge_states.within(large)  # one number, wherever its steps lead
+    assert not merge_states.within(torch.empty((1 << 33) + 1, dtype=torch.uint8, device="meta"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,34 +14,79 @@ from kimi_hal_nvidia import driver
 from kimi_hal_nvidia.parameters import Parameters
 from kimi_hal_nvidia.streams import device_index, on_device, raw_stream
 
-#: ``struct Merging`` of ``merge_states.cu``: addresses, then numbers.
-ADDRESSES, NUMBERS = 4, "9q2i"
-KERNEL, THREADS = "merge_states", 128
-#: Blocks of a row and head.
-BLOCKS = 4
+STEM, ADDRESSES = "merge_states", 4
 #: Rows of a launch: the most blocks that a grid has in its second direction.
 ROWS = 65535
+#: Numbers of a load, in which ``merge_few`` counts the steps of parts.
+PIECE = 8
 
 
-class Merge:
-    """Merges for one plan."""
+@dataclass(frozen=True)
+class Form:
+    """A kernel of ``merge_states.cu``.
 
-    def __init__(self, spec: MergeSpec, arch: str, index: int) -> None:
-        self.parameters = Parameters(ADDRESSES, NUMBERS)
-        kernel = driver.kernel(KERNEL, arch, KERNEL, threads=THREADS, shared=0, device=index)
+    Args:
+        name: of the kernel.
+        numbers: of its structure, behind the addresses.
+        threads: of a block.
+        blocks: of a row and head.
+    """
+
+    name: str
+    numbers: str
+    threads: int
+    blocks: int
+
+
+ANY = Form("merge_states", "9q2i", threads=128, blocks=4)
+#: Of at most eight parts, whose offsets have 32 bits: in tensors of at most so many bytes.
+FEW, FEW_PARTS, REACH = Form("merge_few", "9I2i4x", threads=512, blocks=1), 8, 1 << 33
+
+
+def within(tensor: Any) -> bool:
+    """Return whether 32 bits say where any number of a tensor is."""
+    return int(tensor.untyped_storage().nbytes()) <= REACH
+
+
+class Launch:
+    """One of the kernels, for one plan."""
+
+    def __init__(self, form: Form, spec: MergeSpec, arch: str, index: int) -> None:
+        self.parameters = Parameters(ADDRESSES, form.numbers)
+        kernel = driver.kernel(STEM, arch, form.name, threads=form.threads, shared=0, device=index)
         self.launch = driver.launcher(kernel, self.parameters.address)
         self.stream = raw_stream(index)
-        self.blocks = BLOCKS * spec.num_heads
+        self.blocks = form.blocks * spec.num_heads
+        self.piece = PIECE if form is FEW else 1
         self.fixed = (spec.parts, int(spec.return_lse))
 
     def __call__(self, outs: Any, lses: Any, out: Any, lse_out: Any) -> None:
         """Fill ``out`` and ``lse_out``, of 1 to ``ROWS`` rows. The operands are the operator's own."""
+        part, row, head, _ = outs.stride()
         with self.parameters.lock:
             self.parameters.point(outs.data_ptr(), lses.data_ptr(), out.data_ptr(), lse_out.data_ptr())
             self.parameters.tell(
-                *(*outs.stride()[:3], *lses.stride(), *out.stride()[:2], lse_out.stride(0)), *self.fixed
+                *(part // self.piece, row // self.piece, head // self.piece),
+                *(*lses.stride(), *out.stride()[:2], lse_out.stride(0)),
+                *self.fixed,
             )
             self.launch(self.blocks, out.shape[0], self.stream())
+
+
+class Merge:
+    """Merges for one plan: by the shorter kernel, where it can."""
+
+    def __init__(self, spec: MergeSpec, arch: str, index: int) -> None:
+        self.any = Launch(ANY, spec, arch, index)
+        self.few = Launch(FEW, spec, arch, index) if spec.parts <= FEW_PARTS else None
+
+    def __call__(self, outs: Any, lses: Any, out: Any, lse_out: Any) -> None:
+        """Fill ``out`` and ``lse_out``, of 1 to ``ROWS`` rows. The operands are the operator's own."""
+        few = self.few
+        if few and within(outs) and within(lses) and within(out) and within(lse_out):
+            few(outs, lses, out, lse_out)
+        else:
+            self.any(outs, lses, out, lse_out)
 
 
 def build_merge_attn_states(ctx: BuildContext) -> Callable[..., Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kimi_hal.dispatch.contract import Instruction, Kernel, Target
 from kimi_hal_nvidia.compiling import described
 from kimi_hal_nvidia.indexer_kernels import BULK_COPY, CLUSTER, CONVERTED
-from kimi_hal_nvidia.merge_states import KERNEL
+from kimi_hal_nvidia.merge_states import ANY, FEW, STEM
 from kimi_hal_nvidia.sparse_mla import KERNELS
 
 SCALED = Instruction(r"HMUL2", "a latent is multiplied by its scale, two at a time")
@@ -47,5 +47,5 @@ WIDE_PARTS = Instruction(r"LDG\.E\.128", "a part's numbers are read sixteen byte
 
 
 def merge_attn_states(target: Target) -> tuple[Kernel, ...]:
-    """Return the kernel of merging."""
-    return (described(KERNEL, KERNEL, target, expected=[WIDE_PARTS], shared=0),)
+    """Return the kernels of merging."""
+    return tuple(described(STEM, form.name, target, expected=[WIDE_PARTS], shared=0) for form in (ANY, FEW))

@@ -1,8 +1,8 @@
 // merge_attn_states: the parts of attention of every row and head, weighed by their LSE. A part whose LSE is not finite is
 // empty: its output is never multiplied.
 //
-// One row and head is spread over 16 warps, a part over four lanes: everything is asked for at once, and little code has to
-// be fetched, which is what few rows wait for.
+// One row and head is spread over 16 warps, a part over four lanes: everything is asked for at once. Few rows wait for code as
+// long as for numbers, so up to eight parts have a kernel of their own, two kilobytes of it, with offsets of 32 bits.
 #include <cuda_bf16.h>
 
 #include "block.cuh"
@@ -16,7 +16,18 @@ struct Merging {
   int parts, returns_lse;
 };
 
+// The same of at most eight parts. Offsets of outputs are in pieces, others in numbers.
+struct Few {
+  const __nv_bfloat16* outs;
+  const float* lses;
+  __nv_bfloat16* out;
+  float* lse;
+  u32 part, row, head, lse_part, lse_row, lse_head, out_row, out_head, lse_out;
+  int parts, returns_lse;
+};
+
 constexpr int PIECE = 8;  // numbers of a load
+constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 
 // An LSE of an empty part is −inf.
 __device__ __forceinline__ float clean(float lse) { return fabsf(lse) < INFINITY ? lse : -INFINITY; }
@@ -80,4 +91,50 @@ extern "C" __global__ void __launch_bounds__(128) merge_states(const __grid_cons
   if (latent == 0 && first == 0) write_lse(m, row, head, base, total);
 }
 
-static_assert(sizeof(Merging) == 112);
+__device__ __forceinline__ float power_of_two(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float logarithm(float x) {
+  float y;
+  asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y * LN2;
+}
+__device__ __forceinline__ float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+extern "C" __global__ void __launch_bounds__(512) merge_few(const __grid_constant__ Few m) {
+  u32 head = blockIdx.x, row = blockIdx.y, first = lane() >> 2, at = warp() * 4 + (lane() & 3);
+  float own = -INFINITY;
+  uint4 piece = make_uint4(0, 0, 0, 0);
+  if (first < m.parts) {
+    own = __ldg(m.lses + (row * m.lse_row + head * m.lse_head + first * m.lse_part));
+    piece = __ldg(reinterpret_cast<const uint4*>(m.outs) + (row * m.row + head * m.head + first * m.part + at));
+  }
+  bool live = fabsf(own) < INFINITY;
+  own = clean(own);
+  if (!live) piece = make_uint4(0, 0, 0, 0);
+  float top = own;
+#pragma unroll
+  for (int step = 4; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(EVERY, top, step));
+  float base = subtrahend(top), weight = power_of_two((own - base) * LOG2E), total = weight, sum[PIECE] = {};
+#pragma unroll
+  for (int step = 4; step < 32; step *= 2) total += __shfl_xor_sync(EVERY, total, step);
+  u32 word[4] = {piece.x, piece.y, piece.z, piece.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    sum[2 * i] = weight * __uint_as_float(word[i] << 16);
+    sum[2 * i + 1] = weight * __uint_as_float(word[i] & 0xffff0000u);
+  }
+  halve<4>(sum, 16), halve<2>(sum, 8), halve<1>(sum, 4);
+  // The largest part's weight is 1: a total below that is of no part, whose sums are 0.
+  __nv_bfloat16* out = m.out + (row * m.out_row + head * m.out_head + at * PIECE + first);
+  *out = __float2bfloat16_rn(sum[0] * reciprocal(fmaxf(total, 0.5f)));
+  if (threadIdx.x == 0 && m.returns_lse) m.lse[row * m.lse_out + head] = base + logarithm(total);
+}
+
+static_assert(sizeof(Merging) == 112 && sizeof(Few) == 80);
