@@ -105,6 +105,11 @@ def test_no_part_is_without_a_tile(topk: int, most: int) -> None:
     assert all(way["parts"] <= most for way in configurations(spec, limits(1), "sm_90"))
 
 
+def test_a_form_cuts_a_row_no_further_than_its_blocks_have_room_to_meet() -> None:
+    spec, most = SparseMLASpec(num_heads=96, latent=FP8), {form.number: form.parts for form in FORMS}
+    assert all(way["parts"] <= most[way["form"]] for way in configurations(spec, limits(1), "sm_90"))
+
+
 def test_a_configuration_is_followed_and_the_builder_s_own_choice_is_one() -> None:
     spec = SparseMLASpec(num_heads=24, latent=FP8)
     tried = configurations(spec, limits(8), "sm_90")

@@ -45,6 +45,7 @@ class Form:
         heads: of a block.
         threads: of a block.
         there: blocks that a multiprocessor has room for.
+        parts: that it cuts a row into, at most.
         times: of a block, in a round of as many as there is room for, which others follow.
         last: in a last round that fills more than one block a multiprocessor.
         alone: in one that does not.
@@ -57,6 +58,7 @@ class Form:
     heads: int
     threads: int
     there: int
+    parts: int
     times: Times
     last: Times
     alone: Times
@@ -65,7 +67,7 @@ class Form:
 
     def takes(self, tiles: int, parts: int) -> bool:
         """Return whether it can cut so many tiles into so many parts, none of which is without one."""
-        cuts = parts == 1 or parts <= tiles
+        cuts = parts == 1 or parts <= min(self.parts, tiles)
         return cuts and -(-tiles // parts) <= self.most and not (self.doubled and parts & (parts - 1))
 
     def blocks(self, spec: SparseMLASpec) -> int:
@@ -73,17 +75,17 @@ class Form:
         return -(-spec.num_heads // self.heads)
 
 
-def _one(name: str, number: int, heads: int, times: Times, threads: int = 384) -> Form:
-    return Form(name, number, heads, threads, there=1, times=times, last=times, alone=times)
+def _one(name: str, number: int, heads: int, times: Times, threads: int = 384, parts: int = 16) -> Form:
+    return Form(name, number, heads, threads, there=1, parts=parts, times=times, last=times, alone=times)
 
 
-#: Of ``pair``, two blocks of one warpgroup share a multiprocessor; in the others a block has one to itself, and in
-#: ``few`` a part's keys at once.
+#: Of ``pair``, two blocks of one warpgroup share a multiprocessor; in ``48`` three warpgroups have one, in the others
+#: two; ``few`` has a part's keys at once.
 FORMS = (
     _one("16", 1, 16, Times(tile=1.3, whole=1.5, cut=7.0)),
     _one("32", 2, 32, Times(tile=1.6, whole=3.0, cut=10.6)),
-    _one("48", 3, 48, Times(tile=1.9, whole=3.0, cut=16.0)),
-    Form("pair", 4, 16, 256, 2, Times(2.35, 3.0, 5.0), Times(2.8, 2.0, 7.6), Times(1.9, 2.0, 7.6)),
+    _one("48", 3, 48, Times(tile=1.75, whole=3.0, cut=19.0), threads=512, parts=8),
+    Form("pair", 4, 16, 256, 2, 16, Times(2.35, 3.0, 5.0), Times(2.8, 2.0, 7.6), Times(1.9, 2.0, 7.6)),
     replace(_one("few", 5, 16, Times(tile=0.6, whole=4.0, cut=6.0), threads=256), most=2, doubled=True),
 )
 #: Tiles of latents whose nibbles are decoded take longer.

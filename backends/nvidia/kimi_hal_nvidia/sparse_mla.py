@@ -15,13 +15,13 @@ from kimi_hal_nvidia.parameters import Parameters
 from kimi_hal_nvidia.streams import device_index, on_device, raw_stream
 
 #: ``struct Attention`` of ``sparse_mla.cu``: addresses, then numbers.
-ADDRESSES, NUMBERS = 10, "10q12i9If"
+ADDRESSES, NUMBERS = 10, "10q12i12If4x"
 #: Kernels of a latent format by form: name, and bytes of shared memory of a block. ``plain`` is ``few``, shorter.
 KERNELS = {
     "latent.fp8.e4m3fn.tensor": {
         "16": ("fp8_16", 223232),
         "32": ("fp8_32", 211968),
-        "48": ("fp8_48", 227328),
+        "48": ("fp8_48", 232448),
         "pair": ("fp8_pair", 101376),
         "few": ("fp8_few", 191488),
         "plain": ("fp8_plain", 191488),
@@ -29,7 +29,7 @@ KERNELS = {
     "latent.nvfp4.352": {
         "16": ("nvfp4_16", 227328),
         "32": ("nvfp4_32", 214016),
-        "48": ("nvfp4_48", 206848),
+        "48": ("nvfp4_48", 219136),
         "pair": ("nvfp4_pair", 91136),
         "few": ("nvfp4_few", 191488),
         "plain": ("nvfp4_plain", 191488),
@@ -92,7 +92,7 @@ class Attention:
         self.fixed = (
             *(spec.num_heads, parts, -(-tiles(spec) // parts), SPACES[spec.index_space], spec.dcp.rank),
             *(int(spec.q_dtype != "bfloat16"), int(spec.return_lse)),
-            *(*divisor(spec.page), *divisor(interleave), *divisor(world * interleave)),
+            *(*divisor(spec.page), *divisor(interleave), *divisor(world * interleave), *divisor(self.blocks)),
             float(spec.softmax_scale),
         )
 

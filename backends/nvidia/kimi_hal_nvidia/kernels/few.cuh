@@ -21,6 +21,7 @@ struct FewRoom {
   u64 given;
 };
 
+
 // Where a head's outputs stand among sixteen: four are a thread's.
 __device__ __forceinline__ int head_place(int head) { return (head >> 1 & 3) * 4 + (head >> 3) * 2 + (head & 1); }
 
@@ -102,11 +103,8 @@ struct FewItem {
   int first_head, begin, end;
 
   __device__ __forceinline__ FewItem(const Attention& a, int item) {
-    row = item, first_head = 0;
-    if (a.heads > 16) {
-      int blocks = (a.heads + 15) / 16;
-      row = item / blocks, first_head = item % blocks * 16;
-    }
+    int whole = a.blocks.quotient(item);
+    row = whole, first_head = (item - whole * a.blocks.by) * 16;
   }
   __device__ __forceinline__ void find(const Attention& a, int part) {
     begin = part * a.each * KEYS, end = min(a.width, begin + a.each * KEYS);
@@ -167,7 +165,7 @@ __device__ __forceinline__ void attend_few(const Attention& a) {
     int h = w + 8 * i;
 #pragma unroll
     for (int n = 0; n < BLOCKS; ++n) codes[i][n] = h < heads ? pair_of(codes[i][n], !PLAIN && a.q_fp8) : 0;
-    put_query<Format>(room.q, room.factor, codes[i], h, unit);
+    put_query<Format>(room.q, room.factor, codes[i], h, unit, lane());
   }
   publish();
   __syncthreads();

@@ -58,9 +58,14 @@ __device__ __forceinline__ void decode_bytes(u32 (&a)[STEPS][4], uint4 low, uint
 // Position of number `e` of a block of 64 bytes in that block's order.
 __device__ __forceinline__ int byte_position(int e) { return (e & 12) << 2 | (e & 2) << 2 | (e >> 4) << 1 | (e & 1); }
 
-// Latents of a tensor's scale: 576 bytes, one a number. In shared memory rows are 6 chunks of 16 bytes modulo 8 apart.
-struct Fp8 {
-  static constexpr int BYTES = 576, STRIDE = 608;
+// Latents of a tensor's scale: 576 bytes, one a number. In shared memory rows are 6 or 5 chunks of 16 bytes modulo 8 apart.
+template <int STRIDE_>
+struct Bytes {
+  static constexpr int BYTES = 576, STRIDE = STRIDE_;
+  static_assert(STRIDE / 16 % 8 == 6 || STRIDE / 16 % 8 == 5, "in different banks");
+  static __device__ __forceinline__ int key_of(int g) {
+    return STRIDE / 16 % 8 == 6 ? ::key_of(g) : (g & 1) << 2 | (g & 2) | g >> 2;
+  }
 
   // Where element e of a query stands in the contraction.
   static __device__ __forceinline__ int position(int e) { return (e & ~63) | byte_position(e & 63); }
@@ -125,6 +130,8 @@ struct Fp8 {
   };
 };
 
+using Fp8 = Bytes<608>;
+
 // The low or the high nibbles of a word as e4m3 numbers, 2^6 smaller than the e2m1 that they are: sign, exponent and
 // mantissa only move, since e4m3's subnormal numbers continue its others as e2m1's do.
 __device__ __forceinline__ u32 bytes_of_low(u32 x) { return (x << 4 & 0x80808080u) | (x << 2 & 0x1c1c1c1cu); }
@@ -136,6 +143,7 @@ __device__ __forceinline__ u32 scales_of(u32 codes) { return times(halves_of(cod
 // 256 bytes of e2m1, 64 of e4m3, and a scale for each 16 latents: of latents 16 s on at byte 320 + 8 (s mod 4) + s / 4.
 struct Nvfp4 {
   static constexpr int BYTES = 352, STRIDE = 352;
+  static __device__ __forceinline__ int key_of(int g) { return ::key_of(g); }
 
   // A thread has 32 neighbouring numbers of 128, sixteen a block; of a word's eight, those of low nibbles are a step and
   // those of high ones another, as pairs (n, n + 2).

@@ -2,7 +2,7 @@
 //
 // A row and block of 16, 32 or 48 heads belongs to a cluster of blocks, each with a part of the row's keys. Latents come
 // as they are into a ring in shared memory by one copy a row, asked for by warps that do nothing else. A warpgroup takes a
-// tile of 64 keys by itself, or two take one each and then halves of the latents of both: keys are the tall operand of
+// tile of 64 keys by itself, or of 48 heads three do each a part of the work (relay.cuh): keys are the tall operand of
 // S = K Qt and latents that of O^T = V^T Pt, both decoded from the same bytes straight to float16 in registers, where every
 // code times its scale is exact. Softmax subtracts a reference that only follows the maximum where that has grown by
 // 2^SLACK, so that mostly one meeting a tile is enough. Warpgroups and blocks of a cluster add their parts through shared
@@ -35,6 +35,7 @@ struct Attention {
   long long q_row, q_head, page_stride, index_row, len_stride, table_row, req_stride, out_row, out_head, lse_row;
   int width, pages, requests, columns, rows, heads, parts, each, space, rank, q_fp8, returns_lse;
   Divisor page, run, turn;  // of a shard's runs of positions, and of all ranks' runs
+  Divisor blocks;  // of a row's heads
   float softmax_scale;
 };
 
@@ -42,38 +43,45 @@ enum Space { SLOT, POSITION, LOCAL };
 
 constexpr int KEYS = 64;  // of a tile
 constexpr int MOST_PARTS = 16;  // of a row: blocks of a cluster
+constexpr int MOST_RELAYED = 8;  // of many heads
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 // Exponentials beside the reference are at most e^SLACK, 2^4, and the largest so far is at least 1: float16 holds what
 // counts of them. Sums are of float32, and the reference is a logit: one key's LSE is that logit to the bit.
 constexpr float SLACK = 4 * LN2;
 
 // How a kernel is laid out: heads of a block, warpgroups that compute, tiles in shared memory. Of many heads the outputs
-// of all latents do not fit into a warpgroup: then two take a tile each, and each a half of the latents of both.
-// Where KEPT, the values that S decodes stay in shared memory as float16, and O takes them from there.
+// of all latents leave a warpgroup no registers for anything else: then there is a relay of three. Where KEPT, the values
+// that S decodes stay in shared memory as float16, and O takes them from there.
 template <typename Format_, int HEADS_, int GROUPS_, int DEPTH_, bool KEPT_ = false>
 struct Shape {
   using Format = Format_;
   static constexpr bool KEPT = KEPT_;
   static constexpr int HEADS = HEADS_, GROUPS = GROUPS_, FETCHERS = 4, DEPTH = DEPTH_;
-  static constexpr bool HALVED = HEADS > 32;
-  static_assert(!HALVED || GROUPS == 2, "two halves");
+  static constexpr bool RELAYED = HEADS > 32;
+  static_assert(!RELAYED || GROUPS == 3, "one scores, one adds, one weighs");
   static constexpr int WORKERS = 128 * GROUPS, THREADS = WORKERS + 32 * FETCHERS;
   static constexpr int BLOCKS_THERE = GROUPS == 1 ? 2 : 1;  // of a multiprocessor
   // Registers of a thread that computes and of one that fetches.
-  static constexpr int MANY = GROUPS == 2 ? 232 : 208, FEW = GROUPS == 2 ? 40 : 48;
+  static constexpr int MANY = GROUPS == 2 ? 232 : 208, FEW = GROUPS == 1 ? 48 : 40;
+  static constexpr int SCORING = 112, ADDING = 248, WEIGHING = 112;  // of a relay
   static constexpr bool PASSING = GROUPS == 2 && HEADS == 16;  // of few rows, which share no keys
-  static constexpr bool APART = GROUPS == 2 && !HALVED;  // each warpgroup has references and outputs of its own
-  static constexpr int TALL = HALVED ? 4 : 8;  // of a warpgroup's outputs, tiles of 64 latents
+  static constexpr bool APART = GROUPS == 2;  // each warpgroup has references and outputs of its own
+  static constexpr int TALL = 8;  // of a warpgroup's outputs, tiles of 64 latents
   static constexpr int STEPS = HEADS == 16 ? 4 : 2;  // of products that are begun together
   static constexpr int PAIRS = HEADS / 4;  // heads of a thread: 8 j + 2 t + (0, 1)
 };
 
 extern __shared__ __align__(1024) unsigned char memory[];
 
-template <typename S>
+template <bool, typename A, typename B>
+struct Either { using type = A; };
+template <typename A, typename B>
+struct Either<false, A, B> { using type = B; };
+
+template <typename S, bool RELAYED = S::RELAYED>
 struct Room {
   __align__(1024) unsigned char q[BLOCKS][S::HEADS * 128];
-  unsigned char p[S::GROUPS][S::HALVED ? 1 : 2][S::HEADS * 128];
+  unsigned char p[S::GROUPS][2][S::HEADS * 128];
   __align__(1024) unsigned char kept[S::GROUPS][S::KEPT ? LATENT / 64 * KEYS * 128 : 0];
   __align__(128) unsigned char keys[S::DEPTH][KEYS * S::Format::STRIDE];
   float factor[S::HEADS];
@@ -138,9 +146,10 @@ struct Item {
   long long row;
   int first_head, begin, end, tiles;
 
+  __device__ __forceinline__ Item() : tiles(0) {}
   __device__ __forceinline__ Item(const Attention& a, int item, int part) {
-    int blocks = (a.heads + S::HEADS - 1) / S::HEADS;
-    row = item / blocks, first_head = item % blocks * S::HEADS;
+    int of = a.blocks.quotient(item);
+    row = of, first_head = (item - of * a.blocks.by) * S::HEADS;
     end = a.width;
     if (a.index_len) end = min(end, __ldg(a.index_len + row * a.len_stride));
     table = a.table;
@@ -163,23 +172,23 @@ struct Cursor {
   int item, step, items, part, tile;
   Item<S> at;
 
-  __device__ __forceinline__ Cursor(const Attention& a, int first, int step, int items, int part)
-      : item(first), step(step), items(items), part(part), tile(0), at(a, first, part) {
-    settle(a);
+  __device__ __forceinline__ Cursor(int first, int step, int items, int part)
+      : item(first - step), step(step), items(items), part(part), tile(0) {}
+  // Bring the keys' indices of an item nearer, some time before they are read.
+  __device__ __forceinline__ void announce_indices(const Attention& a, long long row) const {
+    int me = threadIdx.x - S::WORKERS, begin = part * a.each * KEYS, end = min(a.width, begin + a.each * KEYS);
+    const int* from = a.indices + row * a.index_row;
+    for (int i = begin + 32 * me; i < end; i += 32 * 32 * S::FETCHERS) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + i));
   }
-  // Bring an item's indices and queries nearer, some time before they are read.
-  __device__ __forceinline__ void announce(const Attention& a, int item) const {
-    if (item >= items) return;
-    int blocks = (a.heads + S::HEADS - 1) / S::HEADS, me = threadIdx.x - S::WORKERS, head = item % blocks * S::HEADS;
-    long long row = item / blocks;
-    int begin = part * a.each * KEYS, end = min(a.width, begin + a.each * KEYS);
-    for (int i = begin + 32 * me; i < end; i += 32 * 32 * S::FETCHERS)
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(a.indices + row * a.index_row + i));
-    int size = a.q_fp8 ? 1 : 2, lines = WIDTH * size / 128 + 1, heads = min(S::HEADS, a.heads - head);
-    const char* q = static_cast<const char*>(a.q) + (row * a.q_row + head * a.q_head) * size;
-    for (int i = me; i < heads * lines; i += 32 * S::FETCHERS)
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(
-          q + (i / lines * a.q_head + min(i % lines * (128 / size), WIDTH - 1)) * size));
+  // Bring an item's queries nearer: a warp takes a head.
+  __device__ __forceinline__ void announce_queries(const Attention& a, long long row, int first_head) const {
+    int size = a.q_fp8 ? 1 : 2, heads = min(S::HEADS, a.heads - first_head), at = 128 * lane();
+    const char* q = static_cast<const char*>(a.q) + (row * a.q_row + first_head * a.q_head) * size;
+    if (at < WIDTH * size) {
+#pragma unroll 1
+      for (int h = warp() - S::WORKERS / 32; h < heads; h += S::FETCHERS)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(q + h * a.q_head * size + at));
+    }
   }
   // Bring the item's row of the block table nearer, as far as a line for each thread goes.
   __device__ __forceinline__ void announce_table(const Attention& a) const {
@@ -189,19 +198,23 @@ struct Cursor {
   __device__ __forceinline__ bool there() const { return item < items; }
   // Skip items without tiles.
   __device__ __forceinline__ void settle(const Attention& a) {
+#pragma unroll 1
     while (tile >= at.tiles) {
       item += step, tile = 0;
       if (item >= items) return;
       at = Item<S>(a, item, part);
-      announce(a, item + step);
+      announce_table(a);
+      announce_indices(a, at.row);
+      if (!S::RELAYED && item < step && a.each > 2) announce_queries(a, at.row, at.first_head);  // of the first item
+      int next = item + step, row = a.blocks.quotient(next);
+      if (next >= items) continue;
+      announce_indices(a, row);
+      announce_queries(a, row, (next - row * a.blocks.by) * S::HEADS);
     }
   }
   __device__ __forceinline__ int index(int key) const {
     int i = at.begin + tile * KEYS + key;
     return there() && i < at.end ? __ldg(at.indices + i) : -1;
-  }
-  __device__ __forceinline__ void advance(const Attention& a) {
-    if (there()) ++tile, settle(a);
   }
 };
 
@@ -226,51 +239,50 @@ template <typename S>
 __device__ __forceinline__ void fetch_all(Room<S>& room, const Attention& a, Cursor<S> cursor) {
   using Format = typename S::Format;
   static_assert(S::FETCHERS * 16 == KEYS, "sixteen rows a warp");
-  int key = (warp() - S::WORKERS / 32) * 16 + lane();
-  bool works = lane() < 16, known = cursor.there(), more, zeroed = false;
-  int wanted = works ? cursor.index(key) : -1;
-  if (a.each > 2) cursor.announce(a, cursor.item);
-  cursor.announce(a, cursor.item + cursor.step);
-  const unsigned char* here = works ? located<Format>(a, cursor.at.table, wanted) : nullptr;
-  cursor.advance(a);
-  const int* table = cursor.at.table;
-  more = cursor.there();
-  int next = works ? cursor.index(key) : -1, slot = 0;
+  int key = (warp() - S::WORKERS / 32) * 16 + lane(), next = -1, slot = 0;
+  bool works = lane() < 16, zeroed = false, known = false, more = false;  // the tile that is asked for, and the next
+  const unsigned char* here = nullptr;
+  const int* table = a.table;
   u32 parity = 1;
   u64 policy = first_to_leave();
 #pragma unroll 1
-  while (known) {
+  do {
+    if (cursor.there()) cursor.settle(a);
+    if (!known && !more) wait_for_leader();  // which may have written the indices, and nothing else that is read here
     // The index after the next comes while this tile's rows are asked for.
-    cursor.advance(a);
-    const int* later_table = cursor.at.table;
     bool later = cursor.there();
+    const int* later_table = cursor.at.table;
     int after = works ? cursor.index(key) : -1;
-    barrier_wait(&room.empty[slot], parity);
-    u32 live = __ballot_sync(EVERY, here != nullptr);
-    unsigned char* to = room.keys[slot] + key * Format::STRIDE;
-    if (zeroed) publish();  // zeros of an earlier tile are overwritten by copies
-    if (live != 0xffff) {
-      zeroed = true;
-      if (works && !here) {
+    if (known) {
+      barrier_wait(&room.empty[slot], parity);
+      u32 live = __ballot_sync(EVERY, here != nullptr);
+      unsigned char* to = room.keys[slot] + key * Format::STRIDE;
+      if (zeroed) publish();  // zeros of an earlier tile are overwritten by copies
+      if (live != 0xffff) {
+        zeroed = true;
+        if (works && !here) {
 #pragma unroll 1
-        for (int at = 0; at < Format::BYTES; at += 16) *reinterpret_cast<uint4*>(to + at) = make_uint4(0, 0, 0, 0);
+          for (int at = 0; at < Format::BYTES; at += 16) *reinterpret_cast<uint4*>(to + at) = make_uint4(0, 0, 0, 0);
+        }
+        __syncwarp();
+      }
+      if (lane() == 0) {
+        room.live[slot][key / 16] = static_cast<unsigned short>(live);
+        barrier_expect(&room.full[slot], __popc(live) * Format::BYTES);
       }
       __syncwarp();
+      if (here) {
+        if (S::PASSING)
+          copy_bulk(to, here, Format::BYTES, &room.full[slot], policy);
+        else
+          copy_bulk(to, here, Format::BYTES, &room.full[slot]);
+      }
+      if (++slot == S::DEPTH) slot = 0, parity ^= 1;
     }
-    if (lane() == 0) {
-      room.live[slot][key / 16] = static_cast<unsigned short>(live);
-      barrier_expect(&room.full[slot], __popc(live) * Format::BYTES);
-    }
-    __syncwarp();
-    if (S::PASSING) {
-      if (here) copy_bulk(to, here, Format::BYTES, &room.full[slot], policy);
-    } else {
-      if (here) copy_bulk(to, here, Format::BYTES, &room.full[slot]);
-    }
-    here = works ? located<Format>(a, table, next) : nullptr;
+    here = works && more ? located<Format>(a, table, next) : nullptr;
     known = more, more = later, table = later_table, next = after;
-    if (++slot == S::DEPTH) slot = 0, parity ^= 1;
-  }
+    ++cursor.tile;
+  } while (known || more);
 }
 
 // A warp's numbers of a query, `at` the lane's first: pairs, each 64 numbers behind the one before, as they are stored.
@@ -319,18 +331,18 @@ __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_f
 // Put a head's query into shared memory as float16, raised by a power of two to where float16 is fine.
 template <typename Format, int SIZE>
 __device__ __forceinline__ void put_query(unsigned char (&q)[BLOCKS][SIZE], float* factor, const u32 (&pairs)[BLOCKS], int h,
-                                          float unit) {
+                                          float unit, u32 l) {
   constexpr bool NEIGHBOURS = Format::BYTES == WIDTH;  // a pair's numbers, in the contraction of bytes as they stand
   u32 most = largest_of(pairs);
   int exponent = most ? min(119, 140 - static_cast<int>(most >> 7)) : 0;
   float raised = power_of_two(exponent);
-  if (lane() == 0) factor[h] = power_of_two(-exponent) * unit;
+  if (l == 0) factor[h] = power_of_two(-exponent) * unit;
 #pragma unroll
   for (int n = 0; n < BLOCKS; ++n) {
     __half2 two = __floats2half2_rn(__uint_as_float(pairs[n] << 16) * raised,
                                     __uint_as_float(pairs[n] & 0xffff0000u) * raised);
     int like = n < BLOCKS - 1 ? n & 1 : n;  // blocks of latents are alike by two
-    int at = Format::position(64 * like + 2 * lane()), next = Format::position(64 * like + 2 * lane() + 1);
+    int at = Format::position(64 * like + 2 * l), next = Format::position(64 * like + 2 * l + 1);
     unsigned char* to = q[n - like + (at >> 6)] + place(h, at & 63);
     if (NEIGHBOURS) {
       *reinterpret_cast<__half2*>(to) = two;
@@ -341,27 +353,29 @@ __device__ __forceinline__ void put_query(unsigned char (&q)[BLOCKS][SIZE], floa
   }
 }
 
-// Put the block's queries into shared memory. A warp takes one head after the other, which is little code: at a kernel's
-// start code comes from afar. The next head's numbers are on their way meanwhile.
-template <typename S, int WARPS = S::WORKERS / 32>
-__device__ __forceinline__ void take_queries(Room<S>& room, const Attention& a, long long row, int first_head) {
+// Put the block's queries into shared memory. A warp takes one head after the other, which is little code: at a kernel's start code comes from afar. The next head's
+// numbers are on their way meanwhile.
+template <typename S, int WARPS>
+__device__ __forceinline__ void take_queries(Room<S>& room, const Attention& a, long long row, int first_head, int mine) {
+  u32 l;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(l));  // anew, so that addresses made of it are not kept over tiles
   float unit = a.softmax_scale * (a.k_scale ? __ldg(a.k_scale) : 1.0f) * (a.q_scale ? __ldg(a.q_scale) : 1.0f);
   int heads = min(S::HEADS, a.heads - first_head);
-  long long begin = row * a.q_row + first_head * a.q_head + 2 * lane();
+  long long begin = row * a.q_row + first_head * a.q_head + 2 * l;
   u32 codes[BLOCKS];
-  read_query(codes, a, begin + min(warp(), heads - 1) * a.q_head);
+  read_query(codes, a, begin + min(mine, heads - 1) * a.q_head);
 #pragma unroll 1
-  for (int h = warp(); h < S::HEADS; h += WARPS) {
+  for (int h = mine; h < S::HEADS; h += WARPS) {
     u32 pairs[BLOCKS];
 #pragma unroll
     for (int n = 0; n < BLOCKS; ++n) pairs[n] = h < heads ? pair_of(codes[n], a.q_fp8) : 0;
     if (h + WARPS < heads) read_query(codes, a, begin + (h + WARPS) * a.q_head);
-    put_query<typename S::Format>(room.q, room.factor, pairs, h, unit);
+    put_query<typename S::Format>(room.q, room.factor, pairs, h, unit, l);
   }
 }
 
 // What a warpgroup has of its tiles: outputs, and by head a reference and the sum of this thread's keys. `o[i]` holds
-// latents 16 (8 w + g) + 2 i + (0, 1) by heads 8 j + 2 t + (0, 1), w the warp; of a half, 8 (8 w + g) and so on.
+// latents 16 (8 w + g) + 2 i + (0, 1) by heads 8 j + 2 t + (0, 1), w the warp.
 template <typename S>
 struct Part {
   float o[S::TALL][S::HEADS / 8][4];
@@ -489,15 +503,6 @@ __device__ __forceinline__ void keep_in_order(unsigned char* p, const float (&x)
   }
 }
 
-// Those meet who have one reference.
-template <typename S>
-__device__ __forceinline__ void sharers_meet(int group) {
-  if (S::HALVED)
-    workers_meet<S>();
-  else
-    meet(group);
-}
-
 // A reference has been exceeded: take the maxima anew, and say probabilities beside them. s holds logits.
 template <typename S>
 __device__ __forceinline__ void raise(Part<S>& part, Room<S>& room, float (&s)[S::HEADS / 8][4], int group, int w) {
@@ -512,7 +517,7 @@ __device__ __forceinline__ void raise(Part<S>& part, Room<S>& room, float (&s)[S
       if (g == 0) room.most[group][w][8 * j + 2 * t + e] = most;
     }
   }
-  sharers_meet<S>(group);
+  meet(group);
 #pragma unroll
   for (int j = 0; j < S::HEADS / 8; ++j) {
 #pragma unroll
@@ -520,10 +525,7 @@ __device__ __forceinline__ void raise(Part<S>& part, Room<S>& room, float (&s)[S
       int c = 2 * j + e, head = 8 * j + 2 * t + e;
       float old = part.base[c], base = old;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        base = fmaxf(base, room.most[group][i][head]);
-        if (S::HALVED) base = fmaxf(base, room.most[1 - group][i][head]);
-      }
+      for (int i = 0; i < 4; ++i) base = fmaxf(base, room.most[group][i][head]);
       float less = finite(base) ? base : 0.0f;
       float kept = finite(base) ? exponential(old - base) : 1.0f;
       part.base[c] = base, part.total[c] *= kept;
@@ -542,7 +544,7 @@ __device__ __forceinline__ void weights(Part<S>& part, Room<S>& room, const floa
   int g = lane() >> 2, w = warp() & 3;
   bool first = live >> key_of(g) & 1, second = live >> key_of(g) + 8 & 1, again = turn == 0;
   float x[S::HEADS / 8][4];
-  unsigned char* p = room.p[group][S::HALVED ? 0 : turn & 1];
+  unsigned char* p = room.p[group][turn & 1];
   if (!again) {
     float most[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
 #pragma unroll
@@ -556,12 +558,11 @@ __device__ __forceinline__ void weights(Part<S>& part, Room<S>& room, const floa
       }
     }
     bool exceeds = __any_sync(EVERY, !(larger(larger(most[0], most[1]), larger(most[2], most[3])) <= SLACK));
-    if (S::HALVED) workers_meet<S>();  // nobody reads the tiles' before any more
     if constexpr (S::KEPT) keep_in_order(p, x); else keep<S>(p, x);
     if (lane() == 0) reinterpret_cast<unsigned char*>(&room.exceeded[turn & 1][group])[w] = exceeds;
     publish();
-    sharers_meet<S>(group);
-    again = S::HALVED ? room.exceeded[turn & 1][0] | room.exceeded[turn & 1][S::GROUPS - 1] : room.exceeded[turn & 1][group];
+    meet(group);
+    again = room.exceeded[turn & 1][group];
   }
   if (again) {
 #pragma unroll
@@ -572,7 +573,7 @@ __device__ __forceinline__ void weights(Part<S>& part, Room<S>& room, const floa
     raise<S>(part, room, x, group, w);
     if constexpr (S::KEPT) keep_in_order(p, x); else keep<S>(p, x);
     publish();
-    sharers_meet<S>(group);
+    meet(group);
   }
 #pragma unroll
   for (int c = 0; c < S::PAIRS; ++c) part.total[c] += x[c / 2][c & 1] + x[c / 2][2 + (c & 1)];
@@ -596,7 +597,7 @@ __device__ __forceinline__ void add_kept(Part<S>& part, const unsigned char* kep
 // Add a tile's latents by its probabilities to this warpgroup's outputs.
 template <typename S>
 __device__ __forceinline__ void add_latents(Part<S>& part, const unsigned char* tile, Block pt, u64* empty, int group) {
-  int chunk = 8 * (warp() & 3) + (lane() >> 2) + (S::HALVED ? 32 * group : 0);
+  int chunk = 8 * (warp() & 3) + (lane() >> 2);
   constexpr int STEPS = S::STEPS, TALL = S::TALL;
   pt = alike(pt);
   constexpr bool AHEAD = S::HEADS != 32;  // for 32 heads registers do not suffice
@@ -632,27 +633,6 @@ __device__ __forceinline__ u32 multiply(float (&s)[S::HEADS / 8][4], Room<S>& ro
   arrived<S>(room, tile);
   scores<S>(s, room.keys[tile % S::DEPTH], 16 * w + key_of(lane() >> 2), alike(block_at(memory)));
   return room.live[tile % S::DEPTH][w];
-}
-
-// Add tiles `tile` and, of `tiles` that there are, the next: to each warpgroup one, then to each its latents of both.
-template <typename S>
-__device__ __forceinline__ void add_two(Part<S>& part, Room<S>& room, const float (&factor)[S::PAIRS], int tile, int tiles,
-                                        int turn, int group) {
-  float s[S::HEADS / 8][4];
-  u32 live = 0;
-  if (group < tiles) {
-    live = multiply<S>(s, room, tile + group);
-  } else {
-#pragma unroll
-    for (int j = 0; j < S::HEADS / 8; ++j) s[j][0] = s[j][1] = s[j][2] = s[j][3] = 0.0f;
-  }
-  weights<S>(part, room, factor, s, live, turn, group);
-#pragma unroll 1
-  for (int i = 0; i < min(tiles, 2); ++i) {
-    int slot = (tile + i) % S::DEPTH;
-    arrived<S>(room, tile + i);
-    add_latents<S>(part, room.keys[slot], block_at(room.p[i][0]), &room.empty[slot], group);
-  }
 }
 
 template <typename S>
@@ -721,9 +701,9 @@ __device__ __forceinline__ float subtrahend(float most) { return finite(most) ? 
 template <typename S>
 __device__ __forceinline__ float2 block_sum(const Room<S>& room, int head) {
   float most = room.top[0][head], total = 0.0f;
-  if (S::GROUPS > 1) most = fmaxf(most, room.top[S::GROUPS - 1][head]);
+  if (S::APART) most = fmaxf(most, room.top[1][head]);
 #pragma unroll
-  for (int i = 0; i < S::GROUPS; ++i) {
+  for (int i = 0; i < (S::APART ? 2 : 1); ++i) {
     float4 four = room.total[i][head];
     float sum = four.x + four.y + (four.z + four.w);
     total += S::APART ? sum * exponential(room.top[i][head] - subtrahend(most)) : sum;
@@ -1006,12 +986,14 @@ __device__ __forceinline__ void settle(Part<S>& part, Room<S>& room, const Atten
                                        int rank) {
   if (a.parts > 1) cluster_arrive();
   join<S>(part, room, group);
-  int chunk = 8 * (warp() & 3) + (lane() >> 2), latent = S::HALVED ? 256 * group + 8 * chunk : 16 * chunk + 8 * group;
+  int chunk = 8 * (warp() & 3) + (lane() >> 2), latent = 16 * chunk + 8 * group;
   if (a.parts == 1)
     write_item<S>(part, room, a, item, group, latent);
   else
     spread<S>(part, room, a, item, rank, group, latent);
 }
+
+#include "relay.cuh"
 
 // Compute this warpgroup's tiles, item by item.
 template <typename S>
@@ -1020,7 +1002,7 @@ __device__ __forceinline__ void work(Room<S>& room, const Attention& a, int firs
 #pragma unroll 1
   for (int at = first; at < items; at += step) {
     Item<S> item(a, at, part);
-    take_queries<S>(room, a, item.row, item.first_head);
+    take_queries<S, S::WORKERS / 32>(room, a, item.row, item.first_head, warp());
     publish();
     workers_meet<S>();
     Part<S> mine;
@@ -1035,15 +1017,11 @@ __device__ __forceinline__ void work(Room<S>& room, const Attention& a, int firs
 #pragma unroll 1
     for (int turn = 0; turn * S::GROUPS < tiles; ++turn) {
       int tile = before + turn * S::GROUPS;
-      if constexpr (S::HALVED) {
-        add_two<S>(mine, room, factor, tile, tiles - turn * S::GROUPS, turn, group);
-      } else {
-        if (turn * S::GROUPS + group < tiles) {
-          if constexpr (S::KEPT)
-            add_last<S>(mine, room, factor, tile + group, turn, group);
-          else
-            add_one<S>(mine, room, factor, tile + group, turn, group);
-        }
+      if (turn * S::GROUPS + group < tiles) {
+        if constexpr (S::KEPT)
+          add_last<S>(mine, room, factor, tile + group, turn, group);
+        else
+          add_one<S>(mine, room, factor, tile + group, turn, group);
       }
     }
     if constexpr (S::KEPT) {
@@ -1058,26 +1036,36 @@ __device__ __forceinline__ void work(Room<S>& room, const Attention& a, int firs
 template <typename S>
 __device__ __forceinline__ void attend(const Attention& a) {
   Room<S>& room = *reinterpret_cast<Room<S>*>(memory);
-  int part = blockIdx.x % a.parts, first = blockIdx.x / a.parts, step = gridDim.x / a.parts;
-  int items = a.rows * ((a.heads + S::HEADS - 1) / S::HEADS);
+  int part, first, step = gridDim.x, items = a.rows * a.blocks.by;
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(first));
+  part = blockIdx.x - first * a.parts;
   if (threadIdx.x < S::DEPTH)
-    barrier_init(&room.full[threadIdx.x], S::FETCHERS), barrier_init(&room.empty[threadIdx.x], S::HALVED ? 8 : 4);
-  if (a.parts > 1 && threadIdx.x == 32) {
+    barrier_init(&room.full[threadIdx.x], S::FETCHERS), barrier_init(&room.empty[threadIdx.x], 4);
+  if constexpr (S::RELAYED) {
+    if (threadIdx.x == 0) relay_init<S>(room, a.parts, part);
+  } else if (a.parts > 1 && threadIdx.x == 32) {
     barrier_init(&room.given, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     barrier_expect(&room.given, Given<S>(room, a.parts).bytes(a.parts, part));
   }
   __syncthreads();
+  if (S::RELAYED && a.parts > 1) cluster_arrive();
   if (threadIdx.x >= S::WORKERS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::FEW));
-    Cursor<S> cursor(a, first, step, items, part);
-    cursor.announce_table(a);
-    wait_for_leader();  // which may have written the indices, and nothing else that is read here
-    fetch_all<S>(room, a, cursor);
-    if (a.parts > 1) cluster_arrive(), cluster_wait();  // as those do who compute
+    fetch_all<S>(room, a, Cursor<S>(first, step, items, part));
+    if (a.parts > 1) {  // as those do who compute
+      if constexpr (S::RELAYED)
+        cluster_wait(), cluster_arrive();
+      else
+        cluster_arrive(), cluster_wait();
+    }
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::MANY));
-    work<S>(room, a, first, step, items, part);
+    if constexpr (S::RELAYED) {
+      relay_work<S>(room, a, first, step, items, part);
+    } else {
+      asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::MANY));
+      work<S>(room, a, first, step, items, part);
+    }
   }
 }
 
@@ -1091,11 +1079,11 @@ __device__ __forceinline__ void attend(const Attention& a) {
   }
 KERNEL(fp8_16, Fp8, 16, 2, 5)
 KERNEL(fp8_32, Fp8, 32, 2, 4)
-KERNEL(fp8_48, Fp8, 48, 2, 4)
+KERNEL(fp8_48, Bytes<592>, 48, 3, 4)
 KERNEL(fp8_pair, Fp8, 16, 1, 2)
 KERNEL(nvfp4_16, Nvfp4, 16, 2, 3, true)
 KERNEL(nvfp4_32, Nvfp4, 32, 2, 7)
-KERNEL(nvfp4_48, Nvfp4, 48, 2, 6)
+KERNEL(nvfp4_48, Nvfp4, 48, 3, 6)
 KERNEL(nvfp4_pair, Nvfp4, 16, 1, 3)
 
 #define FEW(name, ...)                                                                              \
@@ -1109,8 +1097,9 @@ FEW(nvfp4_plain, Nvfp4, true)
 
 // What the launches ask for and pass.
 static_assert(sizeof(Room<fp8_16_shape>) == 223232 && sizeof(Room<fp8_32_shape>) == 211968);
-static_assert(sizeof(Room<fp8_48_shape>) == 227328 && sizeof(Room<fp8_pair_shape>) == 101376);
+static_assert(sizeof(Room<fp8_pair_shape>) == 101376);
 static_assert(sizeof(Room<nvfp4_16_shape>) == 227328 && sizeof(Room<nvfp4_32_shape>) == 214016);
-static_assert(sizeof(Room<nvfp4_48_shape>) == 206848 && sizeof(Room<nvfp4_pair_shape>) == 91136);
+static_assert(sizeof(Room<fp8_48_shape>) == 232448 && sizeof(Room<nvfp4_48_shape>) == 219136);
+static_assert(sizeof(Room<nvfp4_pair_shape>) == 91136);
 static_assert(sizeof(FewRoom<Fp8>) == 191488 && sizeof(FewRoom<Nvfp4>) == 191488);
-static_assert(sizeof(Attention) == 248);
+static_assert(sizeof(Attention) == 264);
