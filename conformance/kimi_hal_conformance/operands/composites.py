@@ -64,9 +64,10 @@ def dsa_bytes(spec: DSASpec, rows: int) -> int:
 def bind_dsa(fields: Fields) -> None:
     """Give what the parts share one value, and what follows from how keys are spread its only one."""
     fields["indexer.dcp.rank"], fields["indexer.emit"] = 0, "local"
-    world, index = fields["indexer.dcp.world"], fields["indexer.dcp.index"]
-    sharded = world > 1 and index == "sharded"
-    protocol = fields["merge.protocol"]
+    # What a claim doesn't name stands at its default: one rank, nothing merged.
+    world = fields.get("indexer.dcp.world", 1)
+    sharded = world > 1 and fields.get("indexer.dcp.index") == "sharded"
+    protocol = fields.get("merge.protocol")
     if sharded and protocol == "compact":
         fields["indexer.score"] = "bfloat16"
     if protocol != "compact":
@@ -74,7 +75,8 @@ def bind_dsa(fields: Fields) -> None:
     if protocol == "scores_only":
         fields["merge.return_global"] = False
     for name, source in TIED.items():
-        fields[name] = fields[source]
+        if source in fields:
+            fields[name] = fields[source]
     fields["attn.index_space"] = "local" if sharded else "position"
     fields["attn.has_index_len"] = sharded
     heads = fields["attn.num_heads"]
