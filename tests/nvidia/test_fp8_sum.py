@@ -45,9 +45,16 @@ def against(found: Explanation) -> list[str]:
     return [reason for c in found.candidates if c.full_name == NAME for reason in c.refusals]
 
 
-def test_until_the_suite_has_passed_it_is_taken_by_name_alone() -> None:
-    assert told((SUM,)).chosen == "nvidia.cuda"
-    assert (told((SUM,), name=NAME).chosen, told((SUM,), name=NAME).execution) == (NAME, "native")
+def test_it_is_taken_where_a_spec_admits_what_it_rounds() -> None:
+    found = told((SUM,))
+    assert (found.chosen, found.execution) == (NAME, "native")
+    assert told((SUM,), index=MXFP4).chosen == "nvidia.cuda"
+
+
+@pytest.mark.parametrize("rows", [1, 2, 15])
+def test_for_few_rows_exact_products_are_taken_all_the_same(rows: int) -> None:
+    assert told((SUM,), rows=rows).chosen == "nvidia.cuda"
+    assert told((SUM,), rows=rows, name=NAME).chosen == NAME
 
 
 def test_where_a_spec_admits_nothing_exact_products_are_taken() -> None:
