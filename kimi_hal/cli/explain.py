@@ -15,9 +15,20 @@ from kimi_hal.ops.spec import Limits, Spec
 @click.argument("operator")
 @click.option("--tp", default=8, show_default=True, help="Tensor-parallel size of the model's own Spec.")
 @click.option(
-    "--spec", "fields", metavar="JSON", default="{}", help='Spec fields to change, {"num_heads": 64}.'
+    "--spec",
+    "fields",
+    metavar="JSON",
+    default="{}",
+    help='Spec fields to change, {"num_heads": 64} or {"numerics": ["logits=fp8_sum"]}.',
 )
 @click.option("--rows", default=256, show_default=True, help="Query rows of one call, at most.")
+@click.option(
+    "--rows-per-req",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Of these, rows of one request: 1 in decode, all of them in one request's prefill.",
+)
 @click.option("--context", default=1 << 20, show_default=True, help="Tokens of a request, at most.")
 @click.option("--device", metavar="DEVICE", help="A torch device; default: where the settings lead.")
 @click.option("--implementation", metavar="NAME", help="Ask for this one, backend.implementation.")
@@ -29,6 +40,7 @@ def command(
     tp: int,
     fields: str,
     rows: int,
+    rows_per_req: int,
     context: int,
     device: str | None,
     implementation: str | None,
@@ -40,7 +52,9 @@ def command(
     """
     from kimi_hal.dispatch.explain import explain
 
-    limits = Limits(max_rows=rows, max_reqs=rows, max_context=context)
+    limits = Limits(
+        max_rows=rows, max_reqs=-(-rows // rows_per_req), max_context=context, rows_per_req=rows_per_req
+    )
     answer = explain(
         operator, spec_of(operator, tp, fields), limits, device=device, implementation=implementation
     )

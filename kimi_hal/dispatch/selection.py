@@ -201,7 +201,7 @@ def _refusal(request: Request, asked: Wish, assessed: list[Assessment], registry
         )
     elsewhere = _elsewhere(request, own[0], registry)
     if elsewhere:
-        return SelectionError(f"{name}: {asked.source}, but {elsewhere}. {_instead(own)}")
+        return SelectionError(f"{name}: {asked.source}, but {elsewhere}. {_instead(asked, own)}")
     who = asked.implementation or f"no implementation of {asked.backend}"
     verb = "does not cover" if asked.implementation else "covers"
     return SelectionError(
@@ -222,10 +222,12 @@ def _elsewhere(request: Request, own: Assessment, registry: Registry) -> str:
     return ""
 
 
-def _instead(own: list[Assessment]) -> str:
+def _instead(asked: Wish, own: list[Assessment]) -> str:
+    """Return what to type where there is no device; a name goes before the backend's variable."""
     if any("interpreted" in a.implementation.execution for a in own):
         return "KIMI_HAL_EXECUTION=interpreted runs its kernels on the CPU"
-    return "KIMI_HAL_BACKEND=reference runs the reference"
+    unnamed = "Without that name " if asked.implementation else ""
+    return f"{unnamed}KIMI_HAL_BACKEND=reference runs the reference"
 
 
 def _advice(asked: Wish, assessed: list[Assessment]) -> str:

@@ -180,9 +180,21 @@ def test_explain_takes_changed_fields_and_refuses_unknown_ones() -> None:
     assert done.stderr == "kimi-hal: SparseMLASpec has no field 'num_head'; did you mean 'num_heads'?\n"
 
 
+def test_explain_ranks_for_the_rows_of_a_request_and_admits_a_numerics_class() -> None:
+    asked = ("indexer_logits", "--json", "--rows", "2048", "--spec", '{"numerics": ["logits=fp8_sum"]}')
+    ranks = []
+    for sizes in ((), ("--rows-per-req", "2048")):
+        answer = json.loads(kimi_hal("explain", *asked, *sizes).stdout)
+        (summed,) = (c for c in answer["candidates"] if c["full_name"] == "nvidia.cuda_fp8_sum")
+        assert not any("Spec.numerics" in reason for reason in summed["refusals"])
+        ranks.append(summed["rank"])
+    assert ranks == [-20, 1]
+
+
 @pytest.mark.parametrize(
     ("args", "text"),
     [
+        (("--rows-per-req", "0"), "0 is not in the range x>=1"),
         (("--spec", "{"), "--spec is not JSON"),
         (("--spec", "[1]"), "--spec must be a JSON object, got [1]"),
         (("--tp", "7"), "tp=7 does not divide 96 heads; possible: [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48]"),

@@ -179,6 +179,14 @@ def test_a_backend_that_has_no_interpreted_kernel_is_not_said_to(plugins):
     )
 
 
+def test_a_named_implementation_without_its_device_goes_before_the_variable(plugins):
+    plugins.add("acme", probe=GONE)
+    assert refused(implementation="acme.fast") == (
+        "sparse_mla: implementation='acme.fast', but there is no device: /dev/acme0 is missing. "
+        "Without that name KIMI_HAL_BACKEND=reference runs the reference"
+    )
+
+
 def test_a_named_backend_does_not_run_natively_on_cpu_tensors(plugins):
     plugins.add("acme", RUNS_INTERPRETED)
     assert refused(ACME, device="cpu") == (
