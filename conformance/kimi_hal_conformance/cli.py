@@ -19,7 +19,7 @@ from kimi_hal_conformance.show import apart, html_option, in_a_folder, show
 from kimi_hal_conformance.terminal import Terminal, say
 
 
-@click.group()
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def cli() -> None:
     """Check a backend against the reference."""
 

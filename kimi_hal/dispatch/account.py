@@ -36,6 +36,7 @@ def explanation(plan: Plan) -> Explanation:
         why=plan.choice.why,
         candidates=plan.choice.candidates,
         failures=plan.failures,
+        built=True,
     )
 
 

@@ -36,6 +36,7 @@ class Explanation:
         why: one sentence: why it was chosen, or the error that a plan would raise.
         candidates: every implementation of every loaded backend, with all reasons against it.
         failures: plugins that could not be used, and why.
+        built: a plan was made of it; else its kernels were not imported.
     """
 
     operator: str
@@ -46,6 +47,7 @@ class Explanation:
     why: str
     candidates: tuple[Candidate, ...]
     failures: dict[str, str]
+    built: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-ready values."""
@@ -63,7 +65,7 @@ class Explanation:
     def __str__(self) -> str:
         head = f"{self.operator} on {self.device}: {self.chosen or 'nothing fits'}"
         lines = [head, f"  why: {_brief(self.why, self.candidates)}"]
-        lines += [f"  {UNBUILT}"] if self.chosen else []
+        lines += [f"  {UNBUILT}"] if self.chosen and not self.built else []
         lines += [line for c in self.candidates for line in (_line(c), *_split(c))]
         lines += [f"  plugin {name}: {why}" for name, why in self.failures.items()]
         return "\n".join(lines)

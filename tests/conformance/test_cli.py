@@ -151,3 +151,10 @@ def test_kimi_hal_hands_everything_over() -> None:
     result = CliRunner().invoke(whole, ["conformance", "run", "--backend", "refrence"])
     assert result.exit_code == 2
     assert "did you mean 'reference'?" in result.output
+
+
+@pytest.mark.parametrize("arguments", [("-h",), ("run", "-h"), ("run", "--help")])
+def test_help_has_a_short_option_as_everywhere(arguments: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 0
+    assert "-h, --help" in result.output

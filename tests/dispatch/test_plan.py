@@ -227,6 +227,7 @@ def test_explain_is_for_people(acme):
     )
     lines = plan.explain().splitlines()
     assert lines[0] == "sparse_mla on cpu: acme.fast"
+    assert not any("not built" in line for line in lines)
     assert "  acme.plain: implementation='acme.fast' names another" in lines
     assert lines[-4:] == [
         "  runs native, capture full, deterministic, batch-invariant (acme.1), rounds attn.p=bf16",
