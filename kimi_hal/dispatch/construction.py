@@ -148,14 +148,23 @@ def _persistent(device: str, choice: Choice, sizes: Sizes) -> Any | None:
         return None
     import torch
 
+    keeps = f"{choice.full_name} keeps {sizes.persistent:,} bytes"
     try:
-        return torch.zeros(sizes.persistent, dtype=torch.uint8, device=device)
+        kept = torch.zeros(sizes.persistent, dtype=torch.uint8, device=device)
     except RuntimeError as error:  # what torch raises where memory is short, on every device
         raise PluginError(
             choice.backend.name,
-            f"{choice.full_name} keeps {sizes.persistent:,} bytes, which {device} does not have free; "
-            f"plan with smaller Limits.",
+            f"{keeps}, which {device} does not have free; plan with smaller Limits.",
         ) from error
+    try:
+        kept[-1].item()  # waits for the zeros: the plan's first call may be on another stream
+    except RuntimeError as error:
+        first, *_ = str(error).splitlines() or [type(error).__name__]
+        raise PluginError(
+            choice.backend.name,
+            f"{keeps}, which could not be made zero on {device} ({first}); plan before a capture begins.",
+        ) from error
+    return kept
 
 
 def _found(choice: Choice, where: str) -> Callable[..., Any]:

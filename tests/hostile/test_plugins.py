@@ -6,7 +6,9 @@ import sys
 import types
 
 import pytest
+import torch
 from fake_plugins import LIMITS, SPEC, capability, implementation
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kimi_hal as hal
 from kimi_hal.dispatch.contract import OneOf, Range, Sizes
@@ -76,6 +78,36 @@ def test_memory_that_no_device_has_is_a_sentence(plugins, kernels):
     assert refused() == (
         "plugin 'acme': acme.fast keeps 1,152,921,504,606,846,976 bytes, which cpu does not have free; "
         "plan with smaller Limits."
+    )
+
+
+def test_memory_that_a_plan_keeps_is_zero_before_it_can_be_called(plugins, kernels):
+    """Its calls may be on another stream than the one that planning makes it zero on."""
+    done = []
+
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            done.append(func.overloadpacket)
+            return func(*args, **(kwargs or {}))
+
+    kernels.size = lambda spec, limits, arch: Sizes(persistent=32)
+    plugins.add("acme", implementation(size="hostile_kernels:size"), torch_device="cpu")
+    with Noted():
+        plan = hal.plan("sparse_mla", SPEC, LIMITS, device="cpu", implementation="acme.fast")
+    assert plan.built.context.persistent.tolist() == [0] * 32
+    assert torch.ops.aten._local_scalar_dense in done
+
+
+def test_memory_that_cannot_be_waited_for_is_a_sentence(plugins, kernels, monkeypatch):
+    def captured(tensor):
+        raise RuntimeError("operation not permitted when stream is capturing\nSearch for more")
+
+    kernels.size = lambda spec, limits, arch: Sizes(persistent=32)
+    plugins.add("acme", implementation(size="hostile_kernels:size"), torch_device="cpu")
+    monkeypatch.setattr(torch.Tensor, "item", captured)
+    assert refused() == (
+        "plugin 'acme': acme.fast keeps 32 bytes, which could not be made zero on cpu (operation not permitted "
+        "when stream is capturing); plan before a capture begins."
     )
 
 
