@@ -121,6 +121,24 @@ def test_a_configuration_is_followed_and_the_builder_s_own_choice_is_one() -> No
     assert [form.number for form in FORMS] == sorted({form.number for form in FORMS})
 
 
+@pytest.mark.xfail(
+    strict=True,
+    reason="a block of `few` has one row, and of uncut rows no more blocks are launched than there are places",
+)
+@pytest.mark.parametrize("rows", [133, 256])
+def test_an_uncut_row_of_few_keys_has_a_block_of_its_own(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    monkeypatch.setattr(sparse_mla.driver, "kernel", lambda *_, **__: None)
+    monkeypatch.setattr(sparse_mla.driver, "launcher", lambda *_, **__: lambda *_: None)
+    monkeypatch.setattr(sparse_mla, "raw_stream", lambda _: lambda: 0)
+    spec = SparseMLASpec(num_heads=12, latent=FP8, topk=128)
+    form, parts = cut(spec, limits(rows), {"form": 5, "parts": 1})
+    attend = sparse_mla.Attention(spec, form, parts, "sm_90", 0)
+    given = {"q": torch.empty(rows, 12, 576, dtype=torch.bfloat16), "cache": torch.empty(1, 64 * 576)}
+    indices, out, lse = torch.empty(rows, 128), torch.empty(rows, 12, 512), torch.empty(rows, 12)
+    attend(*given.values(), indices, None, None, None, None, None, out, lse)
+    assert attend.grid == (1, rows)
+
+
 @pytest.mark.parametrize("by", [1, 2, 3, 48, 64, 1000, 1 << 20, (1 << 31) - 1, (1 << 32) - 1])
 def test_a_division_is_a_product_and_a_shift(by: int) -> None:
     divisor, factor, shift = sparse_mla.divisor(by)
