@@ -64,9 +64,9 @@ def dsa_bytes(spec: DSASpec, rows: int) -> int:
 def bind_dsa(fields: Fields) -> None:
     """Give what the parts share one value, and what follows from how keys are spread its only one."""
     fields["indexer.dcp.rank"], fields["indexer.emit"] = 0, "local"
-    # What a claim doesn't name stands at its default: one rank, nothing merged.
+    # What a claim doesn't name stands at its default: one rank; of several, each has keys of its own.
     world = fields.get("indexer.dcp.world", 1)
-    sharded = world > 1 and fields.get("indexer.dcp.index") == "sharded"
+    sharded = world > 1 and fields.get("indexer.dcp.index", "sharded") == "sharded"
     protocol = fields.get("merge.protocol")
     if sharded and protocol == "compact":
         fields["indexer.score"] = "bfloat16"
