@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from kimi_hal.tuning.operands import Work
 
 #: Bytes that are written between two calls, so that none finds its operands in a cache.
 FLUSH = 256 << 20
+#: What no result holds, by dtype: a row of it was not written.
+NOTHING = {torch.float32: math.nan, torch.bfloat16: math.nan, torch.int32: -(1 << 31)}
 #: Calls that are timed at least and at most.
 CALLS = (5, 60)
 
@@ -68,13 +71,32 @@ def _ready(plan: Plan, work: Work, hooks: DeviceHooks) -> Callable[[], None]:
     def call() -> None:
         plan.run(**given)
 
+    _spoil(results)
     call()
     hooks.synchronize()
+    _require_written(plan.name, results)
     if plan.properties.capture == "full":
         replay = hooks.capture(call)
         if replay is not None:
             return replay
     return call
+
+
+def _spoil(results: Sequence[Any]) -> None:
+    for result in results:
+        if result.dtype in NOTHING:
+            result.fill_(NOTHING[result.dtype])
+
+
+def _require_written(name: str, results: Sequence[Any]) -> None:
+    """Refuse a candidate that leaves out rows: it would look fast. Operands have numbers and keys for every row."""
+    for result in results:
+        if result.dtype not in NOTHING or not result.numel():
+            continue
+        nothing = result.isnan() if result.is_floating_point() else result.eq(NOTHING[result.dtype])
+        rows = int(nothing.reshape(result.shape[0], -1).all(1).sum())
+        if rows:
+            raise RuntimeError(f"{name} leaves {rows} of {result.shape[0]} rows unwritten")
 
 
 def _present(operands: Mapping[str, Any]) -> dict[str, Any]:
