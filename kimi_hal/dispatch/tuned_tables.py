@@ -89,7 +89,10 @@ def tables(backend: Backend, probe: Probe, chosen: str | None) -> Tables:
 
 
 def _chosen(path: Path, backend: Backend, probe: Probe) -> Table:
-    table = read(path, str(path))
+    try:
+        table = read(path, str(path))
+    except TableError as error:
+        raise TableError(f"{variable(backend.name)}: {error}") from error
     why = unfit(table, backend, probe)
     if why:
         raise TableError(

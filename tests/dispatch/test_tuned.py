@@ -271,4 +271,4 @@ def test_doctor_tells_of_each_table(
     policy.thaw()
     with pytest.raises(SystemExit):
         main(["doctor"])
-    assert f"problem: {path} is no JSON: " in capsys.readouterr().out
+    assert f"problem: KIMI_HAL_ACME_TUNE: {path} is no JSON: " in capsys.readouterr().out
