@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from kimi_hal.errors import nearest
+from kimi_hal.errors import TableError, nearest
 from kimi_hal.presets import INDEX, LATENT
 
 ROWS = (1, 8, 64, 512, 4096)
@@ -61,11 +61,14 @@ def command(operators: tuple[str, ...], tune: Path | None, device: str | None, *
     )
     bench = Bench(question, settings, policy.registry(settings), device, click.echo)
     for table in bench.tables(str(tune or "")):
-        if tune is not None:  # after each line: what an interrupted run found is kept
+        if tune is not None and table.lines:  # after each line: what an interrupted run found is kept
             tune.write_text(text(table), encoding="utf-8")
     click.echo(f"{table.device} ({table.arch}), {table.measured}: {len(table.lines)} lines")
-    if tune is not None:
-        click.echo(f"written to {tune}")
+    if tune is None:
+        return
+    if not table.lines:
+        raise TableError(f"{tune} is not written: no class was measured. What left each out stands above.")
+    click.echo(f"written to {tune}")
 
 
 def chosen(operators: Sequence[str]) -> list[str]:

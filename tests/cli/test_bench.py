@@ -206,13 +206,19 @@ def test_a_configuration_is_measured_written_down_and_given_to_the_builder(
     assert selected[0, :4].tolist() == [0, 1, 2, -1]
 
 
-def test_where_one_alone_fits_nothing_is_measured_for_a_table(
+def test_where_one_alone_fits_nothing_is_measured_and_no_table_is_written(
     acme: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("topk_select", "--rows", "1", "--length", "64", "--implementation", "acme.quick")
-    assert bench(*words, "--tune", str(tmp_path / "t.json")) == 0
-    assert "1 rows × 64: left out, acme.quick alone fits\n" in capsys.readouterr().out
-    assert read(tmp_path / "t.json", "t").lines == ()
+    path = tmp_path / "t.json"
+    path.write_text("an older table", encoding="utf-8")
+    assert bench(*words, "--tune", str(path)) == 2
+    told = capsys.readouterr()
+    assert "1 rows × 64: left out, acme.quick alone fits\n" in told.out
+    assert told.err.endswith(
+        f"kimi-hal: {path} is not written: no class was measured. What left each out stands above.\n"
+    )
+    assert path.read_text(encoding="utf-8") == "an older table"
 
 
 def test_without_a_file_nothing_is_written(acme: Any, capsys: pytest.CaptureFixture[str]) -> None:
