@@ -25,7 +25,6 @@ import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -36,7 +35,7 @@ from torch import Tensor
 
 import kimi_hal as hal
 from benchmarks import indexer
-from benchmarks.record import keep_cells
+from benchmarks.record import keep_cells, lines_of
 from kimi_hal import formats
 from kimi_hal.dispatch.contract import BuildContext, Sizes
 from kimi_hal.ops import OPERATORS, check
@@ -378,13 +377,7 @@ def main() -> None:
     lines: list[dict[str, Any]] = []
     for half, without in HALVES.items():
         seen = {name: value for name, value in os.environ.items() if name != without}
-        command = [sys.executable, "-m", "benchmarks.nvidia_indexer", half]
-        with subprocess.Popen(command, env=seen, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            for line in process.stdout:
-                print(line, end="", flush=True)
-                if line.startswith("{"):
-                    lines.append(json.loads(line))
+        lines += lines_of("nvidia_indexer", half, seen)
     keep_cells(joined(lines))
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -28,7 +27,7 @@ from benchmarks import indexer
 from benchmarks.indexer import FP8, HEADS, MXFP4, copy_rate, microseconds
 from benchmarks.nvidia_indexer import NAMES, Peers, cell
 from benchmarks.nvidia_sparse_mla import FlashMLA
-from benchmarks.record import REAL, keep_cells
+from benchmarks.record import REAL, keep_cells, lines_of
 from benchmarks.sparse_mla import relative
 from kimi_hal import formats, workload
 from kimi_hal.ops.composites import DSASpec
@@ -354,13 +353,7 @@ def main() -> None:
     cells: list[dict[str, Any]] = []
     for part, library in PARTS_OF_TABLE.items():
         seen = {n: v for n, v in os.environ.items() if n == library or n not in PARTS_OF_TABLE.values()}
-        command = [sys.executable, "-m", "benchmarks.nvidia_real_text", part]
-        with subprocess.Popen(command, env=seen, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            for line in process.stdout:
-                print(line, end="", flush=True)
-                if line.startswith("{"):
-                    cells.append(json.loads(line))
+        cells += lines_of("nvidia_real_text", part, seen)
     keep_cells(together(cells))
 
 

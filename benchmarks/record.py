@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import platform
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -40,3 +43,20 @@ def keep_cells(cells: list[dict[str, Any]]) -> None:
     kept = json.loads(path.read_text()) if path.is_file() else []
     cells = [*(one for one in kept if (one["operator"], one.get("data")) not in mine), *cells]
     path.write_text("[\n" + ",\n".join(f"  {json.dumps(one, ensure_ascii=False)}" for one in cells) + "\n]\n")
+
+
+def lines_of(module: str, part: str, seen: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """Run a part of a measurement in a process of its own, print what it prints, and yield its lines of JSON.
+
+    Args:
+        module: of ``benchmarks``, which measures the part that it is given.
+        part: to measure.
+        seen: the environment there.
+    """
+    command = [sys.executable, "-m", f"benchmarks.{module}", part]
+    with subprocess.Popen(command, env=seen, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            if line.startswith("{"):
+                yield json.loads(line)
