@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from counted_checks import CountedChecks
 
-from kimi_hal.dispatch.contract import BuildContext
 from kimi_hal.errors import ContractError
-from kimi_hal.ops import OPERATORS, check
 from kimi_hal.ops.composites import DSASpec
 from kimi_hal.ops.indexer import IndexerTopKSpec, IndexQuerySpec
 from kimi_hal.ops.sparse_mla import SparseMLASpec
@@ -34,12 +33,11 @@ SIZES = sizes.dsa_decode(SPEC, LIMITS, "sm_90")
 Call = dict[str, Any]
 
 
-class Driver:
+class Driver(CountedChecks):
     """A driver that writes down which kernel is launched, whether it may begin early, and its first ten addresses."""
 
     def __init__(self) -> None:
         self.launched: list[tuple[str, bool, tuple[int, ...]]] = []
-        self.checked = 0
 
     def kernel(self, stem: str, arch: str, name: str, **_: Any) -> driver.Kernel:
         return driver.Kernel(name, c_void_p(1), 1, 1)
@@ -52,26 +50,7 @@ class Driver:
         return launch
 
     def build(self) -> Callable[..., Any]:
-        asked = check.compiled(
-            OPERATORS["dsa_decode"], SPEC, LIMITS, SIZES, capability=DECODE[0].capabilities[0], device="cpu"
-        )
-
-        def counted(**operands: Any) -> None:
-            self.checked += 1
-            asked(**operands)
-
-        context = BuildContext(
-            operator="dsa_decode",
-            spec=SPEC,
-            limits=LIMITS,
-            device="cpu",
-            arch="sm_90",
-            sizes=SIZES,
-            group=None,
-            persistent=None,
-            check=counted,
-            settings={},
-        )
+        context = self.context("dsa_decode", SPEC, LIMITS, SIZES, DECODE[0].capabilities[0])
         return decode.build_dsa_decode(context)
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from counted_checks import CountedChecks
 
-from kimi_hal.dispatch.contract import BuildContext, Sizes
+from kimi_hal.dispatch.contract import Sizes
 from kimi_hal.errors import ContractError
-from kimi_hal.ops import OPERATORS, check
 from kimi_hal.ops.indexer import IndexerSpec, IndexerTopKSpec, IndexQuerySpec
 from kimi_hal.ops.spec import Limits, Spec
 from kimi_hal.ops.topk_merge import TopKSpec
@@ -32,13 +32,13 @@ MODULES = {
 }
 
 
-class Driver:
+class Driver(CountedChecks):
     """A driver that writes down what it is given to launch, and a check that counts how often it is asked."""
 
     def __init__(self) -> None:
         self.launched: list[bytes] = []
         self.rows: list[bytes] = []
-        self.checked, self.fails = 0, False
+        self.fails = False
 
     def launcher(self, kernel: driver.Kernel, parameters: int, **_: Any) -> Callable[..., None]:
         def launch(*_: int) -> None:
@@ -51,24 +51,7 @@ class Driver:
 
     def build(self, operator: str, spec: Spec) -> Callable[..., Any]:
         claim = next(i for i in INDEXER if (i.operator, i.name) == (operator, "cuda")).capabilities[0]
-        asked = check.compiled(OPERATORS[operator], spec, LIMITS, SIZES, capability=claim, device="cpu")
-
-        def counted(**operands: Any) -> None:
-            self.checked += 1
-            asked(**operands)
-
-        context = BuildContext(
-            operator=operator,
-            spec=spec,
-            limits=LIMITS,
-            device="cpu",
-            arch="sm_90",
-            sizes=SIZES,
-            group=None,
-            persistent=None,
-            check=counted,
-            settings={},
-        )
+        context = self.context(operator, spec, LIMITS, SIZES, claim)
         module = MODULES[operator]
         run: Callable[..., Any] = getattr(module, f"build_{operator}")(context)
         return run
