@@ -9,7 +9,8 @@ computed at a time, so .6 µs a tile and multiprocessor, half of what the gather
 
 ``python -m benchmarks nvidia_sparse_mla`` needs an H200. FlashMLA is timed where sgl-flash-mla 1.0.0 is installed, or
 where ``FLASH_MLA`` names its folder: it takes 64 or 128 heads and the 656-byte record, so 12 heads are padded to 64,
-and 96 to 128; its prefill reads a bf16 cache.
+and 96 to 128; its prefill reads a bf16 cache. vLLM's build of it also has a prefill of 16 heads: ``VLLM_FLASH_MLA``
+names its ``_flashmla_C.abi3.so``.
 """
 
 from __future__ import annotations
@@ -95,6 +96,9 @@ class FlashMLA:
         for path in sorted(glob.glob(f"{folder}/*.so")):
             torch.ops.load_library(path)
         self.ops = torch.ops.flash_mla_legacy
+        self.narrow = os.environ.get("VLLM_FLASH_MLA")
+        if self.narrow:
+            torch.ops.load_library(self.narrow)
         pages = TOKENS // 64
         record = torch.randint(0, 256, (pages, 64, 1, 656), dtype=torch.uint8, device=DEVICE)
         codes = record[..., :512]
@@ -123,15 +127,14 @@ class FlashMLA:
         q = torch.randn(rows, heads, 576, device=DEVICE).bfloat16()
         keys = torch.randn(CONTEXT, 1, 576, device=DEVICE).bfloat16()
         indices = torch.randint(0, CONTEXT, (rows, 1, TOPK), dtype=torch.int32, device=DEVICE)
-        return round(
-            microseconds(
-                lambda: self.ops.sparse_prefill_fwd(
-                    q, keys, indices, 192**-0.5, 512, None, None, False, True
-                ),
-                7,
-            ),
-            1,
-        )
+
+        def run() -> Any:
+            given = (q, keys, indices, 192**-0.5, 512, None, None)
+            if heads < 64:
+                return torch.ops._flashmla_C.sparse_prefill_fwd(*given, None)
+            return self.ops.sparse_prefill_fwd(*given, False, True)
+
+        return round(microseconds(run, 7), 1)
 
 
 def peer(ask: Callable[[], float]) -> float | None:
@@ -165,8 +168,9 @@ def shares(figures: dict[str, Any], rate: float) -> Iterator[dict[str, Any]]:
         yield from one(nvfp4, f"12 heads NVFP4, {r} rows", 352, fp8, "our FP8", 1.0)
         yield from one(many, f"96 heads FP8, {r} rows", 576, f"flashmla 128 heads {r}", f"{padded} 128", 1.2)
     for r in PREFILLS:
-        for heads, wide, goal in ((12, 64, 1.8), (96, 128, 1.1)):
-            what = f"prefill {heads} heads FP8, {r} rows × 128K"
+        for heads, wide, goal in ((12, 64, 1.8), (12, 16, 1.8), (96, 128, 1.1)):
+            beside = ", beside 16 heads" if wide == 16 else ""
+            what = f"prefill {heads} heads FP8, {r} rows × 128K{beside}"
             peer = f"flashmla prefill {wide} heads {r}"
             yield from one(
                 f"prefill fp8 {heads} heads {r}", what, 576, peer, f"FlashMLA, bf16, padded to {wide}", goal
@@ -207,7 +211,7 @@ def main() -> None:
         note(f"prefill nvfp4 12 heads {rows}", attend(NVFP4, 12, rows))
         note(f"prefill fp8 96 heads {rows}", attend(FP8, 96, rows))
         if flash:
-            for heads in (64, 128):
+            for heads in (16, 64, 128) if flash.narrow else (64, 128):
                 asked = f"flashmla prefill {heads} heads {rows}"
                 note(asked, peer(lambda h=heads, r=rows: flash.prefill(h, r)))
     if os.environ.get("SWEEP"):
