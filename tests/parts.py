@@ -1,7 +1,7 @@
 """Run the test parts one after another and print each part's time beside its share.
 
-``make test`` calls this without options; ``--full`` adds what is too long for it and keeps the result and
-the commit under ``benchmarks/results/``. A part over its share is reported, not failed.
+``make test`` calls this without options; ``--full`` adds what is too long for it and keeps each part's result and
+commit under ``benchmarks/results/``. A part over its share is reported, not failed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
+FULL = ROOT / "benchmarks" / "results" / "test-full.json"
 PACKAGES = ["kimi_hal", "conformance/kimi_hal_conformance"]
 
 
@@ -144,24 +145,24 @@ def show(outcomes: dict[str, Outcome], console: Console) -> None:
 
 
 def commit() -> str:
-    """Return the commit that is checked out, marked if the tree differs from it."""
+    """Return the commit that is checked out, marked if the tree differs from it in more than what is kept here."""
     head = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
     ).stdout.strip()
-    dirty = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True).stdout
+    status = ["git", "status", "--porcelain", "--", ".", f":!{FULL.relative_to(ROOT)}"]
+    dirty = subprocess.run(status, cwd=ROOT, capture_output=True, text=True).stdout
     return head + ("+changes" if dirty else "")
 
 
-def keep(outcomes: dict[str, Outcome]) -> None:
-    """Keep the result of a full run with its commit."""
-    path = ROOT / "benchmarks" / "results" / "test-full.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows = {
-        name: {"seconds": round(o.seconds), "passed": o.passed, "failed": o.failed, "skipped": o.skipped}
-        for name, o in outcomes.items()
-    }
-    about = {"commit": commit(), "date": time.strftime("%Y-%m-%d"), "parts": rows}
-    path.write_text(json.dumps(about, indent=2) + "\n")
+def keep(outcomes: dict[str, Outcome], path: Path) -> None:
+    """Keep what a full run said of each part, with its commit; parts that were not run stay as they were."""
+    known = json.loads(path.read_text()) if path.is_file() else {}
+    about = {"commit": commit(), "date": time.strftime("%Y-%m-%d")}
+    for name, o in outcomes.items():
+        counts = {"passed": o.passed, "failed": o.failed, "skipped": o.skipped}
+        known[name] = about | {"seconds": round(o.seconds)} | counts | {"broken": o.broken}
+    rows = {part.name: known[part.name] for part in PARTS if part.name in known}
+    path.write_text(json.dumps(rows, indent=2) + "\n")
 
 
 def main() -> int:
@@ -190,8 +191,8 @@ def main() -> int:
     show(outcomes, console)
     for name in options.skip:
         print(f"left out: {name}")
-    if options.full and not options.only and not options.skip:
-        keep(outcomes)
+    if options.full:
+        keep(outcomes, FULL)
     broken = sum(len(o.broken) for o in outcomes.values())
     passed = sum(o.passed for o in outcomes.values())
     failed = sum(o.failed for o in outcomes.values()) + broken
