@@ -163,7 +163,7 @@ def left(spec: SparseMLASpec, limits: Limits, way: Way) -> int:
 
 def counted(spec: SparseMLASpec, limits: Limits, way: Way) -> int:
     """Return the bytes by which a launch counts parts that meet in memory: eight a row and block of heads."""
-    return -(-limits.max_rows * way.form.blocks(spec) // 2) * 16 if way.left else 0
+    return -(-limits.max_rows * way.form.blocks(spec) // 2) * 16
 
 
 def cost(spec: SparseMLASpec, limits: Limits, way: Way) -> float:

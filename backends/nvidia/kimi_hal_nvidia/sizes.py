@@ -36,8 +36,8 @@ def indexer_topk(spec: IndexerTopKSpec, limits: Limits, arch: str) -> Sizes:
 def sparse_mla(spec: SparseMLASpec, limits: Limits, arch: str) -> Sizes:
     """Return the sizes of a plan of ``sparse_mla``: nothing, unless parts of rows meet in memory."""
     way = attention_plan.cut(spec, limits, {})
-    counted = attention_plan.counted(spec, limits, way)
-    return Sizes(workspace=attention_plan.left(spec, limits, way), persistent=LAUNCHES * counted)
+    counts = LAUNCHES * attention_plan.counted(spec, limits, way) if way.left else 0
+    return Sizes(workspace=attention_plan.left(spec, limits, way), persistent=counts)
 
 
 class Held(NamedTuple):

@@ -168,7 +168,7 @@ class Attention:
 
 
 def words_of(spec: SparseMLASpec, limits: Limits, way: Way, words: Any) -> Any:
-    """Return ``words``, those of a plan, if it asked for as much as a way needs whose parts meet in memory; else None."""
+    """Return ``words`` if the plan has asked for as much as the way needs; else None, and parts meet in clusters."""
     asked, counts = sparse_mla(spec, limits, ""), LAUNCHES * counted(spec, limits, way)
     fits = left(spec, limits, way) <= asked.workspace and counts <= asked.persistent
     return words if way.left and fits else None
@@ -216,7 +216,11 @@ def build_sparse_mla(ctx: BuildContext) -> Callable[..., Any]:
         if lse_out is None:
             lse_out = q.new_empty((q.shape[0], lse_width), dtype=torch.float32)
         if q.shape[0]:
-            room = q.new_empty((needed,), dtype=torch.uint8) if words is not None and workspace is None else workspace
+            room = (
+                q.new_empty((needed,), dtype=torch.uint8)
+                if words is not None and workspace is None
+                else workspace
+            )
             attend(q, cache, indices, k_scale, q_scale, index_len, block_table, row_req, out, lse_out, room)
         return out, lse_out
 

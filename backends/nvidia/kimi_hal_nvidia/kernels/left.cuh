@@ -84,7 +84,7 @@ __device__ __forceinline__ void share_left(Shares<S>& shares, const Attention& a
   shares.share[mine] = share;
 #pragma unroll
   for (int i = 0; i < MOST_LEFT; ++i)
-    shares.weight[i][mine] = exponential(one[i].x - subtrahend(sum.x)) * (S::RELAYED ? share : 1.0f);
+    shares.weight[i][mine] = i < a.parts ? exponential(one[i].x - subtrahend(sum.x)) * (S::RELAYED ? share : 1.0f) : 0.0f;
   int head = item.first_head + mine;
   if (says_lse && head < a.heads && a.returns_lse) a.lse[item.row * a.lse_row + head] = lse_of(sum);
 }
@@ -98,57 +98,73 @@ __device__ __forceinline__ int latent_of(int unit) {
   return 16 * chunk + 8 * (S::GROUPS == 1 ? unit & 1 : group);
 }
 
-// Add all parts of an item's outputs, in their order, and write them: two fours of a head at a time, `first` and every
-// `step`-th.
+// Write two fours of a head.
+template <typename S>
+__device__ __forceinline__ void write_left(const Attention& a, const Item<S>& item, const float (&o)[2][4], int head, float share,
+                                           int latent) {
+  constexpr int BEHIND = S::KEPT ? 8 : 4;  // latents from one four to the next
+  __nv_bfloat16* to = a.out + item.row * a.out_row + (item.first_head + head) * a.out_head + latent;
+  bool wide = !((reinterpret_cast<u64>(a.out) | a.out_row * 2 | a.out_head * 2) & (S::KEPT ? 7 : 15));
+  __align__(16) __nv_bfloat162 pairs[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) pairs[i] = __floats2bfloat162_rn(o[i / 2][2 * (i & 1)] * share, o[i / 2][2 * (i & 1) + 1] * share);
+  if (wide && !S::KEPT) {
+    *reinterpret_cast<uint4*>(to) = *reinterpret_cast<uint4*>(pairs);
+  } else if (wide) {
+    *reinterpret_cast<uint2*>(to) = *reinterpret_cast<uint2*>(pairs);
+    *reinterpret_cast<uint2*>(to + BEHIND) = *reinterpret_cast<uint2*>(pairs + 2);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) to[i / 2 * BEHIND + 2 * (i & 1)] = pairs[i].x, to[i / 2 * BEHIND + 2 * (i & 1) + 1] = pairs[i].y;
+  }
+}
+
+// Add all parts of an item's outputs, in their order, and write them: two fours of a head are a unit, `first` and every
+// `step`-th; some units and parts are on their way together.
 template <typename S>
 __device__ __forceinline__ void add_left(const Shares<S>& shares, const Attention& a, const Item<S>& item, const Left<S>& left,
                                          int first, int step) {
-  constexpr int AT_ONCE = S::HEADS == 32 ? 6 : 4, BEHIND = S::KEPT ? 8 : 4;  // parts; latents from one four to the next
-  constexpr int UNITS = Left<S>::EACH / S::PAIRS / 2;                         // of a head
+  constexpr int AT_ONCE = S::HEADS == 32 ? MOST_LEFT : 4, TOGETHER = 2;  // parts and units
+  constexpr int OF_HEAD = Left<S>::EACH / S::PAIRS / 2, UNITS = Left<S>::EACH / 2;
+  static_assert(UNITS % (TOGETHER * (S::RELAYED ? S::GROUPS : 1)) == 0 && MOST_LEFT % AT_ONCE == 0, "no unit is left over");
   int heads = min(S::HEADS, a.heads - item.first_head);
-  bool wide = !((reinterpret_cast<u64>(a.out) | a.out_row * 2 | a.out_head * 2) & 15);
-#pragma unroll 2
-  for (int unit = first; unit < Left<S>::EACH / 2; unit += step) {
-    int head = head_of<S>(unit / UNITS);
-    const float4* from = left.outputs(0) + 2 * unit * Left<S>::THREADS;
-    float o[2][4] = {};
+#pragma unroll 1
+  for (int unit = first; unit < UNITS; unit += TOGETHER * step) {
+    float o[TOGETHER][2][4] = {};
 #pragma unroll 1
     for (int i = 0; i < a.parts; i += AT_ONCE) {
-      float4 v[AT_ONCE][2];
+      float4 v[AT_ONCE][TOGETHER][2];
 #pragma unroll
       for (int b = 0; b < AT_ONCE; ++b) {
 #pragma unroll
-        for (int q = 0; q < 2; ++q) {
-          v[b][q] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-          if (i + b < a.parts && head < heads) v[b][q] = __ldcg(from + b * Left<S>::FOURS + q * Left<S>::THREADS);
+        for (int u = 0; u < TOGETHER; ++u) {
+          int mine = unit + u * step;
+          const float4* from = left.outputs(0) + (i + b) * Left<S>::FOURS + 2 * mine * Left<S>::THREADS;
+          bool there = i + b < a.parts && head_of<S>(mine / OF_HEAD) < heads;
+#pragma unroll
+          for (int q = 0; q < 2; ++q) {
+            v[b][u][q] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (there) v[b][u][q] = __ldcg(from + q * Left<S>::THREADS);
+          }
         }
       }
 #pragma unroll
       for (int b = 0; b < AT_ONCE; ++b) {
-        if (i + b >= a.parts) break;
-        float weight = shares.weight[i + b][head];
 #pragma unroll
-        for (int q = 0; q < 2; ++q) {
-          o[q][0] += v[b][q].x * weight, o[q][1] += v[b][q].y * weight;
-          o[q][2] += v[b][q].z * weight, o[q][3] += v[b][q].w * weight;
+        for (int u = 0; u < TOGETHER; ++u) {
+          float weight = shares.weight[i + b][head_of<S>((unit + u * step) / OF_HEAD)];
+#pragma unroll
+          for (int q = 0; q < 2; ++q) {
+            o[u][q][0] += v[b][u][q].x * weight, o[u][q][1] += v[b][u][q].y * weight;
+            o[u][q][2] += v[b][u][q].z * weight, o[u][q][3] += v[b][u][q].w * weight;
+          }
         }
       }
-      from += AT_ONCE * Left<S>::FOURS;
     }
-    if (head >= heads) continue;
-    float share = S::RELAYED ? 1.0f : shares.share[head];
-    __nv_bfloat16* to = a.out + item.row * a.out_row + (item.first_head + head) * a.out_head + latent_of<S>(unit);
-    __align__(16) __nv_bfloat162 pairs[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) pairs[i] = __floats2bfloat162_rn(o[i / 2][2 * (i & 1)] * share, o[i / 2][2 * (i & 1) + 1] * share);
-    if (wide && !S::KEPT) {
-      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<uint4*>(pairs);
-    } else if (wide) {
-      *reinterpret_cast<uint2*>(to) = *reinterpret_cast<uint2*>(pairs);
-      *reinterpret_cast<uint2*>(to + BEHIND) = *reinterpret_cast<uint2*>(pairs + 2);
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) to[i / 2 * BEHIND + 2 * (i & 1)] = pairs[i].x, to[i / 2 * BEHIND + 2 * (i & 1) + 1] = pairs[i].y;
+    for (int u = 0; u < TOGETHER; ++u) {
+      int mine = unit + u * step, head = head_of<S>(mine / OF_HEAD);
+      if (head < heads) write_left<S>(a, item, o[u], head, S::RELAYED ? 1.0f : shares.share[head], latent_of<S>(mine));
     }
   }
 }
