@@ -31,7 +31,7 @@ from benchmarks.indexer import copy_rate, microseconds
 from benchmarks.nvidia_indexer import cell
 from benchmarks.record import keep, keep_cells
 from benchmarks.sparse_mla import CONTEXT, DECODES, DEVICE, FP8, NVFP4, PAGE, SCALE, TOKENS, TOPK
-from kimi_hal.dispatch.contract import BuildContext, Sizes
+from kimi_hal.dispatch.contract import BuildContext
 from kimi_hal.ops import OPERATORS, check
 from kimi_hal.ops.sparse_mla import SparseMLASpec
 from kimi_hal.ops.spec import Limits
@@ -42,20 +42,22 @@ PREFILLS = (1024, 4096, 16384)
 
 def built(spec: SparseMLASpec, rows: int, way: dict[str, int] | None = None) -> Callable[..., Any]:
     """Return the run function of the CUDA implementation: as it is planned, or cut in a given way."""
+    from kimi_hal_nvidia import sizes
     from kimi_hal_nvidia.sparse_mla import build_sparse_mla
 
     limits = Limits(max_rows=rows, max_reqs=rows)
     if way is None:
         return hal.plan("sparse_mla", spec, limits, device=DEVICE, implementation="nvidia.cuda").run
+    asked = sizes.sparse_mla(spec, limits, "sm_90")
     context = BuildContext(
         operator="sparse_mla",
         spec=spec,
         limits=limits,
         device=DEVICE,
         arch="sm_90",
-        sizes=Sizes(),
+        sizes=asked,
         group=None,
-        persistent=None,
+        persistent=torch.zeros(asked.persistent, dtype=torch.uint8, device=DEVICE),
         check=check.compiled(OPERATORS["sparse_mla"], spec, limits, device=DEVICE),
         settings={},
         configuration=way,

@@ -95,7 +95,7 @@ def expected(one: Call) -> list[tuple[int, ...]]:
     """Return the addresses that each launch of a call is given."""
     at = {name: tensor.data_ptr() for name, tensor in one.items()}
     held = sizes.Held.of(SPEC, LIMITS)
-    q, q_scale, weights, indices, selected, scored = [at["workspace"] + start for start in held]
+    q, q_scale, weights, indices, selected, _, scored = [at["workspace"] + start for start in held]
     return [
         (at["index_q"], at["index_w"], q, q_scale, weights),
         (q, q_scale, weights, *(at[n] for n in ("index_cache", "index_table", "row_req", "row_len")), scored),
@@ -203,5 +203,5 @@ def test_no_rows_launch_nothing(faked: Driver) -> None:
 
 def test_what_kernels_give_to_each_other_stands_apart_in_the_workspace() -> None:
     held = sizes.Held.of(SPEC, LIMITS)
-    assert held == (0, 4096, 4352, 4608, 5120, 5632)
+    assert held == (0, 4096, 4352, 4608, 5120, 5632, 5632)
     assert SIZES.workspace == 5632 + ROWS * CONTEXT * 4

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from kimi_hal.dispatch import matching
+from kimi_hal.errors import TableError
 from kimi_hal.ops.operator import get
 from kimi_hal.ops.sparse_mla import SparseMLASpec
 from kimi_hal.ops.spec import Limits
-from kimi_hal_nvidia import cubins, merge_states, sparse_mla
+from kimi_hal_nvidia import attention_plan, cubins, merge_states, sizes, sparse_mla
 from kimi_hal_nvidia.attention_plan import FORMS, configurations, cut
 from kimi_hal_nvidia.implementations import IMPLEMENTATIONS
 from kimi_hal_nvidia.parameters import Parameters
@@ -59,49 +60,84 @@ def test_attention_goes_before_the_portable_one_and_the_merge_by_a_table_alone(
 
 
 @pytest.mark.parametrize(
-    ("heads", "rows", "form", "parts"),
+    ("heads", "rows", "form", "parts", "left"),
     [
-        (12, 1, "few", 16),
-        (12, 7, "few", 16),
-        (12, 8, "16", 8),
-        (12, 32, "16", 3),
-        (12, 64, "16", 2),
-        (12, 128, "16", 1),
-        (12, 320, "pair", 2),
-        (12, 1024, "pair", 1),
-        (12, 4096, "pair", 1),
-        (24, 512, "32", 1),
-        (96, 1, "few", 16),
-        (96, 8, "32", 4),
-        (96, 32, "48", 2),
-        (96, 64, "48", 1),
-        (96, 320, "48", 1),
-        (96, 4096, "48", 1),
+        (12, 1, "few", 16, False),
+        (12, 7, "few", 16, False),
+        (12, 8, "16", 8, False),
+        (12, 32, "16", 4, True),
+        (12, 64, "16", 2, False),
+        (12, 128, "16", 1, False),
+        (12, 320, "pair", 4, True),
+        (12, 1024, "pair", 1, False),
+        (12, 4096, "pair", 1, False),
+        (24, 512, "32", 1, False),
+        (96, 1, "few", 16, False),
+        (96, 8, "32", 5, True),
+        (96, 32, "48", 2, True),
+        (96, 64, "48", 1, False),
+        (96, 320, "48", 1, False),
+        (96, 4096, "48", 1, False),
     ],
 )
-def test_keys_are_cut_as_it_took_the_least_time(heads: int, rows: int, form: str, parts: int) -> None:
-    found = cut(SparseMLASpec(num_heads=heads, latent=FP8), limits(rows), {})
-    assert (found[0].name, found[1]) == (form, parts)
+def test_keys_are_cut_as_it_took_the_least_time(
+    heads: int, rows: int, form: str, parts: int, left: bool
+) -> None:
+    way = cut(SparseMLASpec(num_heads=heads, latent=FP8), limits(rows), {})
+    assert (way.form.name, way.parts, way.left) == (form, parts, left)
 
 
 @pytest.mark.parametrize(
-    ("rows", "form", "parts"), [(1, "few", 16), (64, "16", 2), (320, "16", 1), (4096, "16", 1)]
+    ("rows", "form", "parts", "left"),
+    [(1, "few", 16, False), (64, "16", 2, False), (320, "16", 2, True), (4096, "16", 1, False)],
 )
-def test_nibbles_are_decoded_once_for_many_rows_too(rows: int, form: str, parts: int) -> None:
-    found = cut(SparseMLASpec(num_heads=12, latent="latent.nvfp4.352"), limits(rows), {})
-    assert (found[0].name, found[1]) == (form, parts)
+def test_nibbles_are_decoded_once_for_many_rows_too(rows: int, form: str, parts: int, left: bool) -> None:
+    way = cut(SparseMLASpec(num_heads=12, latent="latent.nvfp4.352"), limits(rows), {})
+    assert (way.form.name, way.parts, way.left) == (form, parts, left)
+
+
+@pytest.mark.parametrize(("heads", "rows"), [(12, 32), (12, 320), (96, 8), (96, 32), (12, 64)])
+def test_a_plan_asks_for_what_its_parts_leave_and_for_the_words_that_count_them(
+    heads: int, rows: int
+) -> None:
+    spec = SparseMLASpec(num_heads=heads, latent=FP8)
+    way, asked = cut(spec, limits(rows), {}), sizes.sparse_mla(spec, limits(rows), "sm_90")
+    items = rows * way.form.blocks(spec)
+    each = items * way.parts * way.form.heads * attention_plan.LEFT_BYTES
+    assert asked.workspace == (each if way.left else 0)
+    assert asked.persistent == (sizes.LAUNCHES * -(-8 * items // 16) * 16 if way.left else 0)
+    assert asked.workspace <= attention_plan.MOST_LEFT
+
+
+def test_ways_that_meet_in_memory_are_tried_where_the_plan_asks_for_as_much() -> None:
+    spec = SparseMLASpec(num_heads=12, latent=FP8)
+    some, none = (configurations(spec, limits(rows), "sm_90") for rows in (32, 64))
+    assert {"form": 1, "parts": 4, "left": 1} in some
+    assert {"form": 1, "parts": 3} in some
+    assert not any("left" in way for way in none)
+    for way in some:
+        assert attention_plan.left(spec, limits(32), cut(spec, limits(32), way)) <= 4325376
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [{"form": 9, "parts": 1}, {"form": 1, "parts": 5}, {"form": 5, "parts": 2, "left": 1}, {"parts": 64}],
+)
+def test_a_table_that_names_no_way_of_cutting_is_refused_with_a_sentence(chosen: dict[str, int]) -> None:
+    with pytest.raises(TableError, match=r"sparse_mla cannot cut 32 tiles of keys for 8 rows by .*--tune"):
+        cut(SparseMLASpec(num_heads=12, latent=FP8), limits(8), chosen)
 
 
 @pytest.mark.parametrize(("topk", "form", "parts"), [(2048, "few", 16), (512, "few", 8), (3000, "16", 16)])
 def test_few_rows_are_cut_into_a_power_of_two_of_parts_that_fit(topk: int, form: str, parts: int) -> None:
-    found = cut(SparseMLASpec(num_heads=12, latent=FP8, topk=topk), limits(1), {})
-    assert (found[0].name, found[1]) == (form, parts)
+    way = cut(SparseMLASpec(num_heads=12, latent=FP8, topk=topk), limits(1), {})
+    assert (way.form.name, way.parts) == (form, parts)
 
 
 @pytest.mark.parametrize(("topk", "most"), [(1, 1), (64, 1), (65, 2), (200, 4)])
 def test_no_part_is_without_a_tile(topk: int, most: int) -> None:
     spec = SparseMLASpec(num_heads=12, latent=FP8, topk=topk)
-    assert cut(spec, limits(1), {})[1] <= most
+    assert cut(spec, limits(1), {}).parts <= most
     assert all(way["parts"] <= most for way in configurations(spec, limits(1), "sm_90"))
 
 
@@ -114,10 +150,8 @@ def test_a_configuration_is_followed_and_the_builder_s_own_choice_is_one() -> No
     spec = SparseMLASpec(num_heads=24, latent=FP8)
     tried = configurations(spec, limits(8), "sm_90")
     for way in tried:
-        form, parts = cut(spec, limits(8), way)
-        assert {"form": form.number, "parts": parts} == way
-    own = cut(spec, limits(8), {})
-    assert {"form": own[0].number, "parts": own[1]} == tried[0]
+        assert cut(spec, limits(8), way).configuration == way
+    assert cut(spec, limits(8), {}).configuration == tried[0]
     assert [form.number for form in FORMS] == sorted({form.number for form in FORMS})
 
 
@@ -131,8 +165,8 @@ def test_an_uncut_row_of_few_keys_has_a_block_of_its_own(monkeypatch: pytest.Mon
     monkeypatch.setattr(sparse_mla.driver, "launcher", lambda *_, **__: lambda *_: None)
     monkeypatch.setattr(sparse_mla, "raw_stream", lambda _: lambda: 0)
     spec = SparseMLASpec(num_heads=12, latent=FP8, topk=128)
-    form, parts = cut(spec, limits(rows), {"form": 5, "parts": 1})
-    attend = sparse_mla.Attention(spec, form, parts, "sm_90", 0)
+    way = cut(spec, limits(rows), {"form": 5, "parts": 1})
+    attend = sparse_mla.Attention(spec, limits(rows), way, "sm_90", 0)
     given = {"q": torch.empty(rows, 12, 576, dtype=torch.bfloat16), "cache": torch.empty(1, 64 * 576)}
     indices, out, lse = torch.empty(rows, 128), torch.empty(rows, 12, 512), torch.empty(rows, 12)
     attend(*given.values(), indices, None, None, None, None, None, out, lse)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+from kimi_hal.errors import TableError
 from kimi_hal.ops.sparse_mla import SparseMLASpec
 from kimi_hal.ops.spec import Limits
 
@@ -14,6 +16,9 @@ PROCESSORS = 132
 #: Clusters that an H200 runs at once, by their blocks, which are the parts of a row: its multiprocessors stand in
 #: groups of 16 and 18, and one of fewer.
 CLUSTERS = {1: 132, 2: 66, 3: 43, 4: 31, 6: 20, 8: 15, 12: 7, 16: 7}
+#: Parts that may meet in memory, ``MOST_LEFT`` of ``sparse_mla.cu``; bytes that a head of one leaves there, as in
+#: ``left.cuh``; and bytes that are left at most, all of which the second-level cache is to hold.
+LEFT, LEFT_BYTES, MOST_LEFT = range(2, 9), 2112, 48 << 20
 
 
 @dataclass(frozen=True)
@@ -24,15 +29,24 @@ class Times:
         tile: of a tile of a block's heads.
         whole: of everything else of a row that is not cut.
         cut: of one that is.
+        left: of a row whose parts meet in memory.
+        added: of each part that is left there, for who adds them or has another one of the row.
     """
 
     tile: float
     whole: float
     cut: float
+    left: float = 0.0
+    added: float = 0.0
 
     def of(self, tiles: int, parts: int) -> float:
         """Return how long a part of a row takes."""
         return -(-tiles // parts) * self.tile + (self.whole if parts == 1 else self.cut)
+
+    def of_dealt(self, tiles: int, parts: int, dealt: int) -> float:
+        """Return how long a block takes that was dealt so many parts of rows, one behind the other."""
+        started = 1 + (dealt - 1) / parts
+        return dealt * (-(-tiles // parts) * self.tile + self.added) + started * self.whole + self.left
 
 
 @dataclass(frozen=True)
@@ -51,6 +65,7 @@ class Form:
         alone: in one that does not.
         most: tiles of a part that it has room for.
         doubled: it only cuts a row into a power of two.
+        relayed: its warpgroups share a tile; of parts that meet in memory a block has one.
     """
 
     name: str
@@ -64,11 +79,16 @@ class Form:
     alone: Times
     most: int = 1 << 30
     doubled: bool = False
+    relayed: bool = False
 
     def takes(self, tiles: int, parts: int) -> bool:
         """Return whether it can cut so many tiles into so many parts, none of which is without one."""
         cuts = parts == 1 or parts <= min(self.parts, tiles)
         return cuts and -(-tiles // parts) <= self.most and not (self.doubled and parts & (parts - 1))
+
+    def leaves(self, tiles: int, parts: int) -> bool:
+        """Return whether it can have so many parts of a row meet in memory."""
+        return self.times.left > 0 and parts in LEFT and self.takes(tiles, parts)
 
     def blocks(self, spec: SparseMLASpec) -> int:
         """Return the blocks of a row's heads."""
@@ -82,10 +102,18 @@ def _one(name: str, number: int, heads: int, times: Times, threads: int = 384, p
 #: Of ``pair``, two blocks of one warpgroup share a multiprocessor; in ``48`` three warpgroups have one, in the others
 #: two; ``few`` has a part's keys at once.
 FORMS = (
-    _one("16", 1, 16, Times(tile=1.3, whole=1.5, cut=7.0)),
-    _one("32", 2, 32, Times(tile=1.6, whole=3.0, cut=10.6)),
-    _one("48", 3, 48, Times(tile=1.75, whole=3.0, cut=19.0), threads=512, parts=8),
-    Form("pair", 4, 16, 256, 2, 16, Times(2.35, 3.0, 5.0), Times(2.8, 2.0, 7.6), Times(1.9, 2.0, 7.6)),
+    _one("16", 1, 16, Times(tile=1.3, whole=1.5, cut=7.0, left=5.0, added=0.4)),
+    _one("32", 2, 32, Times(tile=1.6, whole=3.0, cut=10.6, left=4.5, added=0.8)),
+    replace(
+        _one("48", 3, 48, Times(tile=1.75, whole=3.0, cut=19.0, left=10.0, added=1.2), threads=512, parts=8),
+        relayed=True,
+    ),
+    Form(
+        *("pair", 4, 16, 256, 2, 16),
+        Times(2.35, 3.0, 5.0, left=3.0, added=0.8),
+        Times(2.8, 2.0, 7.6, left=5.6, added=0.8),
+        Times(1.9, 2.0, 7.6, left=5.6, added=0.8),
+    ),
     replace(_one("few", 5, 16, Times(tile=0.6, whole=4.0, cut=6.0), threads=256), most=2, doubled=True),
 )
 #: Tiles of latents whose nibbles are decoded take longer.
@@ -114,42 +142,93 @@ def forms(spec: SparseMLASpec) -> tuple[Form, ...]:
     return tuple(map(slower, FORMS))
 
 
-def cost(spec: SparseMLASpec, limits: Limits, form: Form, parts: int) -> float:
-    """Return about how long a plan's rows take, in microseconds: rounds of as many clusters as there is room for."""
-    items, room = limits.max_rows * form.blocks(spec), CLUSTERS[parts] * form.there
+class Way(NamedTuple):
+    """A form, the parts that it cuts a row's tiles into, and whether they meet in memory and not in a cluster."""
+
+    form: Form
+    parts: int
+    left: bool = False
+
+    @property
+    def configuration(self) -> dict[str, int]:
+        """What a table of measurements says to have it so."""
+        return {"form": self.form.number, "parts": self.parts} | ({"left": 1} if self.left else {})
+
+
+def left(spec: SparseMLASpec, limits: Limits, way: Way) -> int:
+    """Return the bytes of workspace in which the parts of a plan's rows meet."""
+    each = way.form.heads * LEFT_BYTES
+    return limits.max_rows * way.form.blocks(spec) * way.parts * each if way.left else 0
+
+
+def counted(spec: SparseMLASpec, limits: Limits, way: Way) -> int:
+    """Return the bytes by which a launch counts parts that meet in memory: eight a row and block of heads."""
+    return -(-limits.max_rows * way.form.blocks(spec) // 2) * 16
+
+
+def cost(spec: SparseMLASpec, limits: Limits, way: Way) -> float:
+    """Return about how long a plan's rows take, in microseconds: rounds of as many clusters as there is room for.
+
+    Parts that meet in memory are dealt to as many blocks as there is room for.
+    """
+    form, parts, _ = way
+    items = limits.max_rows * form.blocks(spec)
+    if way.left:
+        every, room = items * parts, PROCESSORS * form.there
+        dealt, times = -(-every // room), form.times
+        if every <= room:
+            times = form.alone if every <= PROCESSORS else form.last
+        if form.relayed:
+            return START + dealt * times.of_dealt(tiles(spec), parts, 1) + (parts - 1) * times.added
+        return START + times.of_dealt(tiles(spec), parts, dealt) + (parts - 1) * times.added
+    room = CLUSTERS[parts] * form.there
     full, rest = divmod(items, room)
     last = form.alone if rest <= CLUSTERS[parts] else form.last
     took = full * form.times.of(tiles(spec), parts) + (last.of(tiles(spec), parts) if rest else 0.0)
     return START + took
 
 
-def ways(spec: SparseMLASpec, limits: Limits) -> list[tuple[Form, int]]:
-    """Return the forms and parts that are possible, what is expected to take the least time first."""
-    found = [(form, parts) for form in forms(spec) for parts in CLUSTERS if form.takes(tiles(spec), parts)]
-    return sorted(found, key=lambda way: cost(spec, limits, *way))
+def ways(spec: SparseMLASpec, limits: Limits) -> list[Way]:
+    """Return the ways that are possible, what is expected to take the least time first."""
+    clusters = [Way(f, parts) for f in forms(spec) for parts in CLUSTERS if f.takes(tiles(spec), parts)]
+    met = [Way(f, parts, left=True) for f in forms(spec) for parts in LEFT if f.leaves(tiles(spec), parts)]
+    found = clusters + [way for way in met if left(spec, limits, way) <= MOST_LEFT]
+    return sorted(found, key=lambda way: cost(spec, limits, way))
 
 
-def cut(spec: SparseMLASpec, limits: Limits, chosen: Mapping[str, int]) -> tuple[Form, int]:
-    """Return the form of the kernel, and into how many parts a row's tiles are cut.
+def cut(spec: SparseMLASpec, limits: Limits, chosen: Mapping[str, int]) -> Way:
+    """Return the form of the kernel, into how many parts a row's tiles are cut, and where they meet.
 
     Args:
         spec: of the operator.
         limits: of the plan.
-        chosen: a configuration, ``form`` and ``parts``; empty: what is expected to take the least time.
+        chosen: a configuration, ``Way.configuration``; empty: what is expected to take the least time.
+
+    Raises:
+        TableError: there is no such way for these sizes.
     """
-    return next(
-        (form, parts)
-        for form, parts in ways(spec, limits)
-        if chosen.get("form", form.number) == form.number and chosen.get("parts", parts) == parts
-    )
+    found = ways(spec, limits)
+    if not chosen:
+        return found[0]
+    way = next((way for way in found if way.configuration == chosen), None)
+    if way is None:
+        said = ", ".join(f"{name} {value}" for name, value in chosen.items())
+        raise TableError(
+            f"sparse_mla cannot cut {tiles(spec)} tiles of keys for {limits.max_rows} rows by {said}: "
+            "take that line out of the table of measurements, or measure again by kimi-hal bench --tune."
+        )
+    return way
 
 
 def configurations(spec: SparseMLASpec, limits: Limits, arch: str) -> tuple[dict[str, int], ...]:
-    """Return the ways of cutting that ``kimi-hal bench --tune`` tries beside the choice of ``cut``."""
+    """Return the ways of cutting that ``kimi-hal bench --tune`` tries beside the choice of ``cut``.
+
+    Those that meet in memory are among them as far as the plan asks for as much, which its own choice decides.
+    """
     found = ways(spec, limits)
-    most = TRIED * cost(spec, limits, *found[0])
+    most = TRIED * cost(spec, limits, found[0])
     return tuple(
-        {"form": form.number, "parts": parts}
-        for form, parts in found
-        if cost(spec, limits, form, parts) <= most
+        way.configuration
+        for way in found
+        if cost(spec, limits, way) <= most and left(spec, limits, way) <= left(spec, limits, found[0])
     )

@@ -21,8 +21,8 @@ from kimi_hal_nvidia.indexer import Searcher
 from kimi_hal_nvidia.layouts import Layout
 from kimi_hal_nvidia.quantize_query import Quantizer
 from kimi_hal_nvidia.scores import Operands
-from kimi_hal_nvidia.sizes import Held
-from kimi_hal_nvidia.sparse_mla import Attention
+from kimi_hal_nvidia.sizes import TICKETS, Held
+from kimi_hal_nvidia.sparse_mla import Attention, words_of
 from kimi_hal_nvidia.streams import device_index, on_device
 
 #: Where the scales stand among the operands, which not every Spec has.
@@ -62,8 +62,10 @@ class Decoder:
         self.search = Searcher(
             replace(ctx, operator="indexer_topk", spec=indexer, limits=limits), follows=True
         )
-        form, pieces = cut(spec.attn, ctx.limits, attention_configuration(ctx))
-        self.attend = Attention(spec.attn, form, pieces, ctx.arch, index, follows=True)
+        way = cut(spec.attn, ctx.limits, attention_configuration(ctx))
+        words = None if ctx.persistent is None else ctx.persistent[TICKETS:]
+        words = words_of(spec.attn, ctx.limits, way, words)
+        self.attend = Attention(spec.attn, ctx.limits, way, ctx.arch, index, words, follows=True)
         self.held, self.size = Held.of(spec, ctx.limits), ctx.sizes.workspace
         dims = query.dims()
         self.quantised = torch_dtype(query.query_dtype), (query.num_heads, dims["Q"])
@@ -86,7 +88,7 @@ class Decoder:
             index_cache, latent_cache = given.index_cache.data_ptr(), given.latent_cache.data_ptr()
             if at % WORKSPACE_ALIGN or (index_cache | latent_cache) % ALIGN:
                 return False
-            q_out, scale_out, weights_out, indices, kept, scores = [at + start for start in self.held]
+            q_out, scale_out, weights_out, indices, kept, left, scores = [at + start for start in self.held]
             row_req, row_len = given.row_req.data_ptr(), given.row_len.data_ptr()
             self.quantize.start(
                 given.index_q.data_ptr(), given.index_w.data_ptr(), q_out, scale_out, weights_out
@@ -114,6 +116,7 @@ class Decoder:
                 row_req,
                 out.data_ptr(),
                 lse_out.data_ptr(),
+                left=left,
             )
         return True
 
@@ -151,6 +154,7 @@ class Decoder:
             given.row_req,
             out,
             lse_out,
+            room[self.held.left : self.held.scores],
         )
         return at_once
 

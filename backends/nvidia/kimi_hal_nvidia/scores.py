@@ -104,13 +104,14 @@ class Tickets:
     more words, shares are fixed.
 
     Args:
-        words: zeros, ``sizes.TICKETS`` bytes that nobody else writes; None: there are none.
+        words: zeros that nobody else writes, of ``sizes.LAUNCHES`` launches; None: there are none.
+        each: bytes of a launch.
     """
 
-    def __init__(self, words: Tensor | None) -> None:
+    def __init__(self, words: Tensor | None, each: int = sizes.TICKET) -> None:
         self.words = words
         begin = 0 if words is None else words.data_ptr()
-        self.free = iter(range(begin, begin + sizes.TICKETS, sizes.TICKET))
+        self.free = iter(range(begin, begin + sizes.LAUNCHES * each, each))
         self.streams: dict[int, int] = {}
 
     def of(self, stream: int) -> int:

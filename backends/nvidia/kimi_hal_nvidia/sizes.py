@@ -8,12 +8,16 @@ from typing import NamedTuple
 from kimi_hal.dispatch.contract import Sizes
 from kimi_hal.ops.composites import DSASpec, part_specs
 from kimi_hal.ops.indexer import IndexerSpec, IndexerTopKSpec, logits_width
+from kimi_hal.ops.sparse_mla import SparseMLASpec
 from kimi_hal.ops.spec import Limits
 from kimi_hal.triton.sizes import SCORES, SELECT_ROWS
+from kimi_hal_nvidia import attention_plan
 
+#: Launches of a plan that may overlap and have words of their own.
+LAUNCHES = 1024
 #: Bytes by which the blocks of one launch of scores share what is left, and those of all launches that may overlap.
 TICKET = 16
-TICKETS = 1024 * TICKET
+TICKETS = LAUNCHES * TICKET
 
 
 def indexer_logits(spec: IndexerSpec, limits: Limits, arch: str) -> Sizes:
@@ -29,12 +33,20 @@ def indexer_topk(spec: IndexerTopKSpec, limits: Limits, arch: str) -> Sizes:
     return Sizes(workspace=-(-held // 256) * 256, persistent=TICKETS)
 
 
+def sparse_mla(spec: SparseMLASpec, limits: Limits, arch: str) -> Sizes:
+    """Return the sizes of a plan of ``sparse_mla``: nothing, unless parts of rows meet in memory."""
+    way = attention_plan.cut(spec, limits, {})
+    counts = LAUNCHES * attention_plan.counted(spec, limits, way) if way.left else 0
+    return Sizes(workspace=attention_plan.left(spec, limits, way), persistent=counts)
+
+
 class Held(NamedTuple):
     """Where in the workspace of ``dsa_decode`` stands what its kernels give to each other, in whole 256 bytes.
 
     Attributes:
         q, q_scale, weights: of the quantised query.
         indices, selected: of the selection.
+        left: what parts of a row of attention leave for each other.
         scores: of as many rows as are scored at once, last.
     """
 
@@ -43,6 +55,7 @@ class Held(NamedTuple):
     weights: int
     indices: int
     selected: int
+    left: int
     scores: int
 
     @classmethod
@@ -58,7 +71,8 @@ class Held(NamedTuple):
             4 * spec.indexer.topk,
             kept,
         )
-        ends = accumulate(-(-size * limits.max_rows // 256) * 256 for size in row)
+        left = sparse_mla(spec.attn, limits, "").workspace
+        ends = accumulate(-(-size // 256) * 256 for size in (*(size * limits.max_rows for size in row), left))
         return cls(0, *ends)
 
 
@@ -66,4 +80,5 @@ def dsa_decode(spec: DSASpec, limits: Limits, arch: str) -> Sizes:
     """Return the sizes of a plan of ``dsa_decode``."""
     of_scores = part_specs("dsa_decode", spec, limits)["indexer_topk"].limits or limits
     scores = indexer_topk(spec.indexer, of_scores, arch).workspace
-    return Sizes(workspace=Held.of(spec, limits).scores + scores, persistent=TICKETS)
+    persistent = TICKETS + sparse_mla(spec.attn, limits, arch).persistent
+    return Sizes(workspace=Held.of(spec, limits).scores + scores, persistent=persistent)

@@ -1,4 +1,7 @@
-"""``sparse_mla`` by a CUDA kernel: one launch, no workspace; a row's keys are cut over the blocks of a cluster."""
+"""``sparse_mla`` by a CUDA kernel, one launch.
+
+A row's keys are cut over the blocks of a cluster; or its parts meet in workspace, whatever blocks they were dealt to.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,16 @@ import torch
 
 from kimi_hal.dispatch.contract import BuildContext
 from kimi_hal.ops.sparse_mla import SparseMLASpec
+from kimi_hal.ops.spec import Limits
 from kimi_hal_nvidia import driver
-from kimi_hal_nvidia.attention_plan import PROCESSORS, Form, cut, tiles
+from kimi_hal_nvidia.attention_plan import PROCESSORS, Way, counted, cut, left, tiles
 from kimi_hal_nvidia.parameters import Parameters
+from kimi_hal_nvidia.scores import Tickets
+from kimi_hal_nvidia.sizes import LAUNCHES, sparse_mla
 from kimi_hal_nvidia.streams import device_index, on_device, raw_stream
 
 #: ``struct Attention`` of ``sparse_mla.cu``: addresses, then numbers.
-ADDRESSES, NUMBERS = 10, "10q12i12If4x"
+ADDRESSES, NUMBERS = 12, "10q12i15I2if"
 #: Kernels of a latent format by form: name, and bytes of shared memory of a block. ``plain`` is ``few``, shorter.
 KERNELS = {
     "latent.fp8.e4m3fn.tensor": {
@@ -59,28 +65,42 @@ class Attention:
 
     Args:
         spec: of the operator.
-        form: of the kernel.
-        parts: that a row's keys are cut into.
+        limits: of the plan.
+        way: of cutting.
         arch: of the device.
         index: of the device.
+        words: zeros that nobody else writes, by which parts that meet in memory are counted. Where there are none, or
+            no more, parts meet in a cluster, which gives the same bits.
         follows: what goes before it on the stream is the kernel that writes its indices, and nothing else that it
             reads: it may begin before that one has ended.
     """
 
     def __init__(
-        self, spec: SparseMLASpec, form: Form, parts: int, arch: str, index: int, follows: bool = False
+        self,
+        spec: SparseMLASpec,
+        limits: Limits,
+        way: Way,
+        arch: str,
+        index: int,
+        words: Any = None,
+        follows: bool = False,
     ) -> None:
+        form, parts = way.form, way.parts
         self.parts, self.blocks = parts, form.blocks(spec)
         self.parameters = Parameters(ADDRESSES, NUMBERS)
+        self.tickets = Tickets(words if way.left else None, counted(spec, limits, way))
+        #: Blocks that parts that meet in memory are dealt to: all there is room for; a relay's has one.
+        self.dealt, self.there = 1, 1 << 30 if form.relayed else PROCESSORS * form.there
 
-        def launch(name: str) -> Callable[..., None]:
+        def launch(name: str, cluster: bool = True) -> Callable[..., None]:
             what, shared = KERNELS[spec.latent][name]
             kernel = driver.kernel(
                 "sparse_mla", arch, what, threads=form.threads, shared=shared, device=index
             )
-            return driver.launcher(kernel, self.parameters.address, cluster=True, overlap=follows)
+            return driver.launcher(kernel, self.parameters.address, cluster=cluster, overlap=follows)
 
         self.launch, self.few = launch(form.name), form.name == "few"
+        self.apart = launch(form.name, cluster=False) if way.left else None
         #: A shorter kernel, for slots and queries that are read two at a time.
         slots = spec.index_space == "slot" and spec.q_dtype == "bfloat16"
         self.plain = launch("plain") if self.few and slots else None
@@ -93,8 +113,9 @@ class Attention:
             *(spec.num_heads, parts, -(-tiles(spec) // parts), SPACES[spec.index_space], spec.dcp.rank),
             *(int(spec.q_dtype != "bfloat16"), int(spec.return_lse)),
             *(*divisor(spec.page), *divisor(interleave), *divisor(world * interleave), *divisor(self.blocks)),
-            float(spec.softmax_scale),
+            *divisor(parts),
         )
+        self.scale = float(spec.softmax_scale)
 
     def __call__(
         self,
@@ -108,9 +129,15 @@ class Attention:
         row_req: Any,
         out: Any,
         lse_out: Any,
+        room: Any = None,
     ) -> None:
-        """Fill ``out`` and ``lse_out``; there is at least one row. The operands are the operator's own."""
+        """Fill ``out`` and ``lse_out``; there is at least one row. The operands are the operator's own.
+
+        ``room`` is what parts that meet in memory are left in.
+        """
         operands = (q, cache, indices, k_scale, q_scale, index_len, block_table, row_req, out, lse_out)
+        every = q.shape[0] * self.blocks * self.parts
+        self.dealt = min(every, self.there)
         with self.parameters.lock:
             self.parameters.tell(
                 *(*q.stride()[:2], cache.stride(0), indices.stride(0)),
@@ -120,24 +147,39 @@ class Attention:
                 *((0, 0) if block_table is None else block_table.shape),
                 q.shape[0],
                 *self.fixed,
+                *divmod(every, self.dealt),
+                self.scale,
             )
             items = min(q.shape[0] * self.blocks, self.most)
             self.grid = (self.parts, items) if self.few else (items * self.parts, 1)
             self.paired = not (q.stride(0) | q.stride(1)) & 1
-            self.start(*map(address, operands))
+            self.start(*map(address, operands), left=address(room))
 
-    def start(self, *addresses: int) -> None:
+    def start(self, *addresses: int, left: int = 0) -> None:
         """Launch with the numbers that are there, over operands and outputs at these addresses."""
-        self.parameters.point(*addresses)
+        stream = self.stream()
+        words = self.tickets.of(stream) if self.apart and left else 0
+        self.parameters.point(*addresses, left if words else 0, words)
+        if self.apart and words:
+            self.apart(self.dealt, 1, stream)
+            return
         plain = self.plain if self.paired and addresses[0] % 4 == 0 else None
-        (plain or self.launch)(*self.grid, self.stream(), self.parts)
+        (plain or self.launch)(*self.grid, stream, self.parts)
+
+
+def words_of(spec: SparseMLASpec, limits: Limits, way: Way, words: Any) -> Any:
+    """Return ``words`` if the plan has asked for as much as the way needs; else None, and parts meet in clusters."""
+    asked, counts = sparse_mla(spec, limits, ""), LAUNCHES * counted(spec, limits, way)
+    fits = left(spec, limits, way) <= asked.workspace and counts <= asked.persistent
+    return words if way.left and fits else None
 
 
 def build_sparse_mla(ctx: BuildContext) -> Callable[..., Any]:
     """Make the run function of ``sparse_mla``."""
     spec, check = ctx.spec, ctx.check
-    form, parts = cut(spec, ctx.limits, ctx.configuration)
-    attend = Attention(spec, form, parts, ctx.arch, device_index(ctx.device))
+    way = cut(spec, ctx.limits, ctx.configuration)
+    needed, words = left(spec, ctx.limits, way), words_of(spec, ctx.limits, way, ctx.persistent)
+    attend = Attention(spec, ctx.limits, way, ctx.arch, device_index(ctx.device), words)
     heads, rank, lse_width = spec.num_heads, spec.kv_rank, spec.num_heads if spec.return_lse else 0
 
     def run(
@@ -174,7 +216,12 @@ def build_sparse_mla(ctx: BuildContext) -> Callable[..., Any]:
         if lse_out is None:
             lse_out = q.new_empty((q.shape[0], lse_width), dtype=torch.float32)
         if q.shape[0]:
-            attend(q, cache, indices, k_scale, q_scale, index_len, block_table, row_req, out, lse_out)
+            room = (
+                q.new_empty((needed,), dtype=torch.uint8)
+                if words is not None and workspace is None
+                else workspace
+            )
+            attend(q, cache, indices, k_scale, q_scale, index_len, block_table, row_req, out, lse_out, room)
         return out, lse_out
 
     return on_device(ctx.device, run)

@@ -51,8 +51,9 @@ SPARSE_MLA = tuple(
         build="kimi_hal_nvidia.sparse_mla:build_sparse_mla",
         capabilities=(Capability(arch=arch, spec=SPEC, tensors=OPERANDS, properties=ROW, requires=REQUIRES),),
         preferences=PASSED,
+        size="kimi_hal_nvidia.sizes:sparse_mla",
         execution=(execution,),
-        source=_source("attention_plan.py", "cubins/sparse_mla*", "sparse_mla.py"),
+        source=_source("attention_plan.py", "cubins/sparse_mla*", "scores.py", "sizes.py", "sparse_mla.py"),
         compile="kimi_hal_nvidia.sparse_mla_kernels:sparse_mla",
         configurations="kimi_hal_nvidia.attention_plan:configurations",
     )

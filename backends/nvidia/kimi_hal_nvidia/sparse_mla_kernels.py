@@ -14,7 +14,7 @@ NO_FP8_PRODUCTS = Instruction(
 )
 WIDE_KEYS = Instruction(r"LDG\.E(\.\w+)?\.128", "a key's numbers are read sixteen bytes a thread at a time")
 #: Bytes a thread that registers do not suffice for, at most.
-SPILLED = 96
+SPILLED = 104
 
 
 def products(target: Target) -> Instruction:

@@ -19,6 +19,7 @@ struct Room<S, true> {
       float top[S::HEADS];
       float weight[MOST_RELAYED][S::HEADS];  // of a cut row's parts
     };
+    Shares<S> shares;
   };
   __align__(128) unsigned char keys[S::DEPTH][KEYS * S::Format::STRIDE];
   float factor[S::HEADS];
@@ -124,13 +125,13 @@ __device__ __forceinline__ void score_tile(float (&s)[S::HEADS / 8][4], const un
 
 // Of the first warpgroup: products of all tiles with the queries.
 template <typename S>
-__device__ __forceinline__ void score_items(Room<S>& room, const Attention& a, int first, int step, int items, int part) {
+__device__ __forceinline__ void score_items(Room<S>& room, const Attention& a, const Walk& walk) {
   int tile = 0, mine = threadIdx.x & 127, key = 16 * (warp() & 3) + S::Format::key_of(lane() >> 2);
   Block q = alike(block_at(memory));
 #pragma unroll 1
-  for (int at = first; at < items; at += step) {
-    Item<S> item(a, at, part);
-    if (at != first) take_next<S>(room, a, item);
+  for (int at = walk.begin; at < walk.end; at += walk.step) {
+    Item<S> item(a, at);
+    if (at != walk.begin) take_next<S>(room, a, item);
 #pragma unroll 1
     for (int i = 0; i < item.tiles; ++i, ++tile) {
       float s[S::HEADS / 8][4];
@@ -141,7 +142,7 @@ __device__ __forceinline__ void score_items(Room<S>& room, const Attention& a, i
       for (int j = 0; j < S::HEADS / 8; ++j) room.products[j][mine] = make_float4(s[j][0], s[j][1], s[j][2], s[j][3]);
       warp_arrives(&room.scored);
     }
-    if (a.parts > 1) cluster_wait(), cluster_arrive();  // all have begun; this one reads tiles no more
+    if (a.clustered()) cluster_wait(), cluster_arrive();  // all have begun; this one reads tiles no more
   }
 }
 
@@ -277,9 +278,8 @@ __device__ __forceinline__ void exchange_sums(Room<S>& room, int parts, int rank
 
 // Of an item's end: write its LSE, and tell what this part's outputs are multiplied by.
 template <typename S>
-__device__ __forceinline__ void tell_shares(Sums<S>& sums, Room<S>& room, const Attention& a, const Item<S>& item, int number,
-                                            int rank) {
-  int g = lane() >> 2, t = lane() & 3, w = warp() & 3, mine = threadIdx.x & 127;
+__device__ __forceinline__ void tell_shares(Sums<S>& sums, Room<S>& room, const Attention& a, const Item<S>& item, int number) {
+  int g = lane() >> 2, t = lane() & 3, w = warp() & 3, mine = threadIdx.x & 127, rank = item.part;
 #pragma unroll
   for (int c = 0; c < S::PAIRS; ++c) {
     int head = 8 * (c / 2) + 2 * t + (c & 1);
@@ -289,6 +289,10 @@ __device__ __forceinline__ void tell_shares(Sums<S>& sums, Room<S>& room, const 
     if (g == 0 && w == 0) room.top[head] = sums.base[c];
   }
   meet(WEIGHER);
+  if (a.left) {
+    if (mine < S::HEADS) Left<S>(a, item).sums(rank)[mine] = own_sum<S>(room, mine);
+    return;
+  }
   if (a.parts > 1) exchange_sums<S>(room, a.parts, rank);
   barrier_wait(&room.heard, number & 1 ^ 1);
   if (mine < S::HEADS) {
@@ -307,11 +311,11 @@ __device__ __forceinline__ void tell_shares(Sums<S>& sums, Room<S>& room, const 
 
 // Of the third warpgroup: probabilities of all items.
 template <typename S>
-__device__ __forceinline__ void weigh_items(Room<S>& room, const Attention& a, int first, int step, int items, int part) {
+__device__ __forceinline__ void weigh_items(Room<S>& room, const Attention& a, const Walk& walk) {
   int tile = 0, number = 0;
 #pragma unroll 1
-  for (int at = first; at < items; at += step, ++number) {
-    Item<S> item(a, at, part);
+  for (int at = walk.begin; at < walk.end; at += walk.step, ++number) {
+    Item<S> item(a, at);
     if (number) take_next<S>(room, a, item);
     Sums<S> sums;
 #pragma unroll
@@ -321,7 +325,7 @@ __device__ __forceinline__ void weigh_items(Room<S>& room, const Attention& a, i
     }
 #pragma unroll 1
     for (int i = 0; i < item.tiles; ++i, ++tile) weigh<S>(sums, room, tile, i == 0);
-    tell_shares<S>(sums, room, a, item, number, part);
+    tell_shares<S>(sums, room, a, item, number);
   }
 }
 
@@ -413,11 +417,11 @@ __device__ __forceinline__ void add_sent(Room<S>& room, const Attention& a, cons
 
 // Of the second warpgroup: outputs of all items.
 template <typename S>
-__device__ __forceinline__ void add_items(Room<S>& room, const Attention& a, int first, int step, int items, int part) {
+__device__ __forceinline__ void add_items(Room<S>& room, const Attention& a, const Walk& walk) {
   int t = lane() & 3, latent = 8 * (8 * (warp() & 3) + (lane() >> 2)), tile = 0, number = 0;
 #pragma unroll 1
-  for (int at = first; at < items; at += step, ++number) {
-    Item<S> item(a, at, part);
+  for (int at = walk.begin; at < walk.end; at += walk.step, ++number) {
+    Item<S> item(a, at);
     Part<S> mine;
 #pragma unroll
     for (int i = 0; i < S::TALL; ++i) {
@@ -433,29 +437,47 @@ __device__ __forceinline__ void add_items(Room<S>& room, const Attention& a, int
       warp_arrives(&room.heard);
       write<S, 0>(mine, a, item, latent);
       write<S, 4>(mine, a, item, 256 + latent);
+    } else if (a.left) {
+      leave_outputs<S>(mine, Left<S>(a, item), item.part, a.heads - item.first_head);
     } else {
       cluster_wait(), cluster_arrive(), cluster_wait();  // all have begun; no block reads tiles any more
-      send_outputs<S, 0>(mine, room, a.parts, part, latent);
-      send_outputs<S, 4>(mine, room, a.parts, part, 256 + latent);
+      send_outputs<S, 0>(mine, room, a.parts, item.part, latent);
+      send_outputs<S, 4>(mine, room, a.parts, item.part, 256 + latent);
     }
   }
 }
 
+// Of all who compute: this block's part is left. If that was the last one of its item, add all and write the outputs.
+template <typename S>
+__device__ __forceinline__ void add_relayed(Room<S>& room, const Attention& a, const Item<S>& item) {
+  Left<S> left(a, item);
+  workers_meet<S>();
+  if (threadIdx.x == 0) room.raised[0] = arrives_last(a, item.number, 0, 1);
+  workers_meet<S>();
+  if (!room.raised[0]) return;
+  if (threadIdx.x < S::HEADS) share_left<S>(room.shares, a, item, left, threadIdx.x, true);
+  workers_meet<S>();
+  add_left<S>(room.shares, a, item, left, warp() >> 2, S::GROUPS);
+}
+
 // Compute all tiles.
 template <typename S>
-__device__ __forceinline__ void relay_work(Room<S>& room, const Attention& a, int first, int step, int items, int part) {
-  Item<S> item(a, first, part);
+__device__ __forceinline__ void relay_work(Room<S>& room, const Attention& a, const Walk& walk) {
+  Item<S> item(a, walk.begin);
   int group = warp() >> 2;
   take_first<S>(room, a, item);
   if (group == SCORER) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::SCORING));
-    score_items<S>(room, a, first, step, items, part);
+    score_items<S>(room, a, walk);
   } else if (group == ADDER) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::ADDING));
-    add_items<S>(room, a, first, step, items, part);
+    add_items<S>(room, a, walk);
   } else {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::WEIGHING));
-    weigh_items<S>(room, a, first, step, items, part);
+    weigh_items<S>(room, a, walk);
   }
-  if (a.parts > 1) add_sent<S>(room, a, item, part);
+  if (a.clustered())
+    add_sent<S>(room, a, item, item.part);
+  else if (a.left)
+    add_relayed<S>(room, a, item);
 }

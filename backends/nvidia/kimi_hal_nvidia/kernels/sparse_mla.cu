@@ -6,7 +6,7 @@
 // S = K Qt and latents that of O^T = V^T Pt, both decoded from the same bytes straight to float16 in registers, where every
 // code times its scale is exact. Softmax subtracts a reference that only follows the maximum where that has grown by
 // 2^SLACK, so that mostly one meeting a tile is enough. Warpgroups and blocks of a cluster add their parts through shared
-// memory.
+// memory; or parts meet in memory (left.cuh), and blocks take equal ranges of all rows' parts.
 #include <cuda_bf16.h>
 
 #include "copies.cuh"
@@ -32,10 +32,16 @@ struct Attention {
   const int* row_req;
   __nv_bfloat16* out;
   float* lse;
+  unsigned char* left;  // what parts leave in memory for each other; null: they meet in a cluster
+  u64* arrived;         // of an item, a byte for each warp: parts that it has left. 0 before a launch, and behind it
   long long q_row, q_head, page_stride, index_row, len_stride, table_row, req_stride, out_row, out_head, lse_row;
   int width, pages, requests, columns, rows, heads, parts, each, space, rank, q_fp8, returns_lse;
   Divisor page, run, turn;  // of a shard's runs of positions, and of all ranks' runs
   Divisor blocks;  // of a row's heads
+  Divisor cuts;    // of an item: its parts
+  int share, longer;  // parts that a block takes, where they meet in memory, and blocks that have one more
+
+  __device__ __forceinline__ bool clustered() const { return parts > 1 && !left; }
   float softmax_scale;
 };
 
@@ -44,6 +50,7 @@ enum Space { SLOT, POSITION, LOCAL };
 constexpr int KEYS = 64;  // of a tile
 constexpr int MOST_PARTS = 16;  // of a row: blocks of a cluster
 constexpr int MOST_RELAYED = 8;  // of many heads
+constexpr int MOST_LEFT = 8;  // that meet in memory
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 // Exponentials beside the reference are at most e^SLACK, 2^4, and the largest so far is at least 1: float16 holds what
 // counts of them. Sums are of float32, and the reference is a logit: one key's LSE is that logit to the bit.
@@ -139,17 +146,31 @@ __device__ __forceinline__ const unsigned char* located(const Attention& a, cons
   return a.cache + page * a.page_stride + static_cast<long long>(inside) * Format::BYTES;
 }
 
-// A block's part of the keys of an item: a row and a block of heads. Blocks take items in turn.
+// The parts that a block takes, of all items' one behind the other: of uncut rows every so many, those that meet in memory
+// one after the other, and in a cluster one.
+struct Walk {
+  int begin, end, step;
+
+  __device__ __forceinline__ Walk(const Attention& a)  // the blocks of a cluster stand one behind the other
+      : begin(blockIdx.x), end(a.rows * a.blocks.by * a.parts), step(gridDim.x) {
+    if (!a.left) return;
+    begin = blockIdx.x * a.share + min(static_cast<int>(blockIdx.x), a.longer);
+    end = begin + a.share + (blockIdx.x < a.longer), step = 1;
+  }
+};
+
+// One of the parts of an item's keys: a row and a block of heads.
 template <typename S>
 struct Item {
   const int *indices, *table;
   long long row;
-  int first_head, begin, end, tiles;
+  int number, part, first_head, begin, end, tiles;
 
   __device__ __forceinline__ Item() : tiles(0) {}
-  __device__ __forceinline__ Item(const Attention& a, int item, int part) {
-    int of = a.blocks.quotient(item);
-    row = of, first_head = (item - of * a.blocks.by) * S::HEADS;
+  __device__ __forceinline__ Item(const Attention& a, int at) {
+    number = a.cuts.quotient(at), part = at - number * a.parts;
+    int of = a.blocks.quotient(number);
+    row = of, first_head = (number - of * a.blocks.by) * S::HEADS;
     end = a.width;
     if (a.index_len) end = min(end, __ldg(a.index_len + row * a.len_stride));
     table = a.table;
@@ -166,16 +187,16 @@ struct Item {
   }
 };
 
-// Where the next tile that is asked for stands: goes through the tiles of all of a block's items.
+// Where the next tile that is asked for stands: goes through the tiles of all of a block's parts.
 template <typename S>
 struct Cursor {
-  int item, step, items, part, tile;
+  Walk walk;
+  int here, tile;
   Item<S> at;
 
-  __device__ __forceinline__ Cursor(int first, int step, int items, int part)
-      : item(first - step), step(step), items(items), part(part), tile(0) {}
-  // Bring the keys' indices of an item nearer, some time before they are read.
-  __device__ __forceinline__ void announce_indices(const Attention& a, long long row) const {
+  __device__ __forceinline__ Cursor(Walk walk) : walk(walk), here(walk.begin - walk.step), tile(0) {}
+  // Bring the indices of a part's keys nearer, some time before they are read.
+  __device__ __forceinline__ void announce_indices(const Attention& a, long long row, int part) const {
     int me = threadIdx.x - S::WORKERS, begin = part * a.each * KEYS, end = min(a.width, begin + a.each * KEYS);
     const int* from = a.indices + row * a.index_row;
     for (int i = begin + 32 * me; i < end; i += 32 * 32 * S::FETCHERS) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + i));
@@ -195,21 +216,21 @@ struct Cursor {
     int line = 32 * (threadIdx.x - S::WORKERS);
     if (a.space != SLOT && at.end > 0 && line < a.columns) asm volatile("prefetch.global.L2 [%0];" ::"l"(at.table + line));
   }
-  __device__ __forceinline__ bool there() const { return item < items; }
-  // Skip items without tiles.
+  __device__ __forceinline__ bool there() const { return here < walk.end; }
+  // Skip parts without tiles.
   __device__ __forceinline__ void settle(const Attention& a) {
 #pragma unroll 1
     while (tile >= at.tiles) {
-      item += step, tile = 0;
-      if (item >= items) return;
-      at = Item<S>(a, item, part);
+      here += walk.step, tile = 0;
+      if (here >= walk.end) return;
+      at = Item<S>(a, here);
       announce_table(a);
-      announce_indices(a, at.row);
-      if (!S::RELAYED && item < step && a.each > 2) announce_queries(a, at.row, at.first_head);  // of the first item
-      int next = item + step, row = a.blocks.quotient(next);
-      if (next >= items) continue;
-      announce_indices(a, row);
-      announce_queries(a, row, (next - row * a.blocks.by) * S::HEADS);
+      announce_indices(a, at.row, at.part);
+      if (!S::RELAYED && here == walk.begin && a.each > 2) announce_queries(a, at.row, at.first_head);
+      int next = here + walk.step, item = a.cuts.quotient(next), row = a.blocks.quotient(item);
+      if (next >= walk.end) continue;
+      announce_indices(a, row, next - item * a.parts);
+      if (item != at.number) announce_queries(a, row, (item - row * a.blocks.by) * S::HEADS);
     }
   }
   __device__ __forceinline__ int index(int key) const {
@@ -980,29 +1001,32 @@ __device__ __forceinline__ void spread(Part<S>& part, Room<S>& room, const Atten
   add_given<S>(given, a, item, min(S::HEADS, a.heads - item.first_head), rank);
 }
 
+#include "left.cuh"
+#include "relay.cuh"
+
 // Add the parts of an item and write its outputs.
 template <typename S>
-__device__ __forceinline__ void settle(Part<S>& part, Room<S>& room, const Attention& a, const Item<S>& item, int group,
-                                       int rank) {
-  if (a.parts > 1) cluster_arrive();
+__device__ __forceinline__ void settle(Part<S>& part, Room<S>& room, const Attention& a, const Item<S>& item, int group) {
+  if (a.clustered()) cluster_arrive();
   join<S>(part, room, group);
   int chunk = 8 * (warp() & 3) + (lane() >> 2), latent = 16 * chunk + 8 * group;
   if (a.parts == 1)
     write_item<S>(part, room, a, item, group, latent);
+  else if (a.left)
+    leave_item<S>(part, room, a, item);
   else
-    spread<S>(part, room, a, item, rank, group, latent);
+    spread<S>(part, room, a, item, item.part, group, latent);
 }
 
-#include "relay.cuh"
-
-// Compute this warpgroup's tiles, item by item.
+// Compute this warpgroup's tiles, part by part.
 template <typename S>
-__device__ __forceinline__ void work(Room<S>& room, const Attention& a, int first, int step, int items, int part) {
+__device__ __forceinline__ void work(Room<S>& room, const Attention& a, const Walk& walk) {
   int group = alike(warp() >> 2), t = lane() & 3, before = 0;
 #pragma unroll 1
-  for (int at = first; at < items; at += step) {
-    Item<S> item(a, at, part);
-    take_queries<S, S::WORKERS / 32>(room, a, item.row, item.first_head, warp());
+  for (int at = walk.begin; at < walk.end; at += walk.step) {
+    Item<S> item(a, at);
+    if (at == walk.begin || item.part == 0)  // else they are there
+      take_queries<S, S::WORKERS / 32>(room, a, item.row, item.first_head, warp());
     publish();
     workers_meet<S>();
     Part<S> mine;
@@ -1029,31 +1053,30 @@ __device__ __forceinline__ void work(Room<S>& room, const Attention& a, int firs
       if (last >= 0) add_kept<S>(mine, room.kept[group], block_at(room.p[group][last & 1]));
     }
     before += tiles;
-    settle<S>(mine, room, a, item, group, part);
+    settle<S>(mine, room, a, item, group);
   }
 }
 
 template <typename S>
 __device__ __forceinline__ void attend(const Attention& a) {
   Room<S>& room = *reinterpret_cast<Room<S>*>(memory);
-  int part, first, step = gridDim.x, items = a.rows * a.blocks.by;
-  asm("mov.u32 %0, %%clusterid.x;" : "=r"(first));
-  part = blockIdx.x - first * a.parts;
+  Walk walk(a);
+  int part = walk.begin - a.cuts.quotient(walk.begin) * a.parts;  // of a cluster
   if (threadIdx.x < S::DEPTH)
     barrier_init(&room.full[threadIdx.x], S::FETCHERS), barrier_init(&room.empty[threadIdx.x], 4);
   if constexpr (S::RELAYED) {
     if (threadIdx.x == 0) relay_init<S>(room, a.parts, part);
-  } else if (a.parts > 1 && threadIdx.x == 32) {
+  } else if (a.clustered() && threadIdx.x == 32) {
     barrier_init(&room.given, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     barrier_expect(&room.given, Given<S>(room, a.parts).bytes(a.parts, part));
   }
   __syncthreads();
-  if (S::RELAYED && a.parts > 1) cluster_arrive();
+  if (S::RELAYED && a.clustered()) cluster_arrive();
   if (threadIdx.x >= S::WORKERS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::FEW));
-    fetch_all<S>(room, a, Cursor<S>(first, step, items, part));
-    if (a.parts > 1) {  // as those do who compute
+    fetch_all<S>(room, a, Cursor<S>(walk));
+    if (a.clustered()) {  // as those do who compute
       if constexpr (S::RELAYED)
         cluster_wait(), cluster_arrive();
       else
@@ -1061,10 +1084,10 @@ __device__ __forceinline__ void attend(const Attention& a) {
     }
   } else {
     if constexpr (S::RELAYED) {
-      relay_work<S>(room, a, first, step, items, part);
+      relay_work<S>(room, a, walk);
     } else {
       asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::MANY));
-      work<S>(room, a, first, step, items, part);
+      work<S>(room, a, walk);
     }
   }
 }
@@ -1102,4 +1125,4 @@ static_assert(sizeof(Room<nvfp4_16_shape>) == 227328 && sizeof(Room<nvfp4_32_sha
 static_assert(sizeof(Room<fp8_48_shape>) == 232448 && sizeof(Room<nvfp4_48_shape>) == 219136);
 static_assert(sizeof(Room<nvfp4_pair_shape>) == 91136);
 static_assert(sizeof(FewRoom<Fp8>) == 191488 && sizeof(FewRoom<Nvfp4>) == 191488);
-static_assert(sizeof(Attention) == 264);
+static_assert(sizeof(Attention) == 296);
