@@ -80,13 +80,13 @@ def _one(name: str, number: int, heads: int, times: Times, threads: int = 384, p
 
 
 #: Of ``pair``, two blocks of one warpgroup share a multiprocessor; in ``48`` three warpgroups have one, in the others
-#: two; ``few`` has a part's keys at once.
+#: two; ``few`` has a part's keys at once, or in two turns.
 FORMS = (
     _one("16", 1, 16, Times(tile=1.3, whole=1.5, cut=7.0)),
     _one("32", 2, 32, Times(tile=1.6, whole=3.0, cut=10.6)),
     _one("48", 3, 48, Times(tile=1.75, whole=3.0, cut=19.0), threads=512, parts=8),
     Form("pair", 4, 16, 256, 2, 16, Times(2.35, 3.0, 5.0), Times(2.8, 2.0, 7.6), Times(1.9, 2.0, 7.6)),
-    replace(_one("few", 5, 16, Times(tile=0.6, whole=4.0, cut=6.0), threads=256), most=2, doubled=True),
+    replace(_one("few", 5, 16, Times(tile=0.6, whole=4.0, cut=6.0), threads=512), most=4, doubled=True),
 )
 #: Tiles of latents whose nibbles are decoded take longer.
 NIBBLES = {"16": 1.12, "pair": 1.45}
