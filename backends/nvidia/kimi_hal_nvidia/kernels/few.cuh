@@ -14,7 +14,7 @@ constexpr int FEW_FETCHERS = 4, FEW_ASKERS = 4;  // warps: of keys, and of queri
 constexpr int FEW_THREADS = FEW_WORKERS + 32 * (FEW_FETCHERS + FEW_ASKERS);
 constexpr int FEW_KEYS = 16 * FEW_WARPS;  // of a turn
 constexpr int FEW_OURS = 168, FEW_OTHERS = 88;  // registers of a thread that computes, and of another
-constexpr int READY = 1, WORKERS_MEET = 2;  // barriers of the block
+constexpr int READY = 1, WORKERS_MEET = 2, FETCHERS_MEET = 2;  // barriers of the block; of a warpgroup one more says which
 
 template <typename Format, int SLICES>
 struct FewRoom {
@@ -127,7 +127,8 @@ __device__ __forceinline__ void few_fetch(Room& room, const Attention& a, const 
     if (at < all && first + at < a.width) found[i] = read_now(a.indices + item.row * a.index_row + first + at);
   }
   if (lane() == 0) barrier_init(&room.full[w], 1);
-  __syncwarp();
+  if (threadIdx.x == FEW_WORKERS) barrier_init(&room.empty, FEW_WARPS);
+  meet(FETCHERS_MEET);
   say_ready();
   const int* table = a.table;
   unsigned char* to = room.keys + key * Format::APART;
@@ -242,7 +243,7 @@ __device__ __forceinline__ void few_work(FewRoom<Format, SLICES>& room, const At
   int g = lane() >> 2, t = lane() & 3, w = warp(), group = w >> 2, rank = item.rank;
   int log_each = 31 - __clz(LATENT / SLICES) - (31 - __clz(a.parts)), each = 1 << log_each;
   if (threadIdx.x == 0) {
-    barrier_init(&room.empty, FEW_WARPS), barrier_init(&room.summed, 1), barrier_init(&room.given, 1);
+    barrier_init(&room.summed, 1), barrier_init(&room.given, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     barrier_expect(&room.summed, a.parts * 16 * 8), barrier_expect(&room.given, a.parts * 16 * each * 4);
   }
