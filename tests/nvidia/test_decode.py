@@ -64,7 +64,6 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(sparse_mla, "raw_stream", lambda _: lambda: 0)
     for module in (decode, scores, topk):
         monkeypatch.setattr(module, "device_index", lambda _: 0)
-    monkeypatch.setattr(decode, "attention_configuration", lambda _: {})
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(streams.torch.cuda, "device_count", lambda: 1)

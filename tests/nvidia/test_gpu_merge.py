@@ -41,3 +41,18 @@ def test_it_errs_by_no_more_than_its_output_s_rounding(parts: int, rows: int, he
     assert torch.equal(lse.isinf(), exact_lse.isinf())
     assert (lse - exact_lse).nan_to_num(0.0).abs().max() < 2e-6
     assert not out[0, 0].any()
+
+
+def test_a_lone_part_and_row_may_have_any_step() -> None:
+    """Steps of 2^33 numbers, which nothing takes."""
+    spec = MergeSpec(parts=1, num_heads=3, return_lse=True)
+    run = hal.plan(
+        "merge_attn_states", spec, Limits(max_rows=1, max_reqs=1), device=D, implementation="nvidia.cuda"
+    ).run
+    outs, lses = torch.randn(3, 512, device=D).bfloat16(), torch.randn(3, device=D)
+    far = 1 << 33
+    out, lse = run(
+        outs.as_strided((1, 1, 3, 512), (far, far, 512, 1)), lses.as_strided((1, 1, 3), (far, far, 1))
+    )
+    assert torch.equal(out[0], outs)
+    assert (lse[0] - lses).abs().max() < 2e-6

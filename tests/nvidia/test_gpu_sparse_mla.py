@@ -14,6 +14,8 @@ from kimi_hal import formats
 from kimi_hal.ops.sparse_mla import SparseMLASpec, StoreLatentSpec
 from kimi_hal.ops.spec import DCP, Limits
 from kimi_hal.reference import sparse_mla as reference
+from kimi_hal_nvidia.attention_plan import cut
+from kimi_hal_nvidia.sparse_mla import Attention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -100,6 +102,44 @@ def test_it_errs_by_no_more_than_its_output_s_rounding(
     beyond = PAGES * page * world + 9
     indices = torch.randint(-3, beyond, (rows, width), device=D, dtype=torch.int32)
     compare(spec, q.to(getattr(torch, q_dtype)), cache, indices, **rest)
+
+
+#: Keys of a row, parts that they are cut into, rows.
+FEW = [
+    (2048, 16, 7),
+    (3000, 16, 2),
+    (2048, 8, 15),
+    (4096, 16, 5),
+    (1024, 8, 15),
+    (512, 4, 31),
+    (200, 2, 40),
+    (128, 1, 133),
+    (64, 1, 300),
+]
+
+
+@pytest.mark.parametrize("latent", [FP8, NVFP4])
+@pytest.mark.parametrize(("topk", "parts", "rows"), FEW)
+def test_a_row_of_few_has_its_bits_by_itself_and_beside_any_number_of_others(
+    latent: str, topk: int, parts: int, rows: int
+) -> None:
+    """However many clusters share its latents; of an uncut row, more rows than there are multiprocessors."""
+    cache, scale = cache_of(latent, 64)
+    spec = SparseMLASpec(num_heads=12, latent=latent, topk=topk)
+    form, parts = cut(spec, Limits(max_rows=rows, max_reqs=rows), {"form": 5, "parts": parts})
+    attend = Attention(spec, form, parts, "sm_90", torch.cuda.current_device())
+    q = torch.randn(rows, 12, 576, device=D).bfloat16()
+    indices = torch.randint(-3, PAGES * 64, (rows, topk), device=D, dtype=torch.int32)
+    out = torch.full((rows, 12, 512), math.nan, device=D, dtype=torch.bfloat16)
+    lse = torch.full((rows, 12), math.nan, device=D)
+    attend(q, cache, indices, scale, None, None, None, None, out, lse)
+    exact, _ = reference.sparse_mla(spec, q, cache, indices, scale, dtype=torch.float64)
+    assert (out.double() - exact).norm() <= 1.05 * (exact.bfloat16().double() - exact).norm()
+    for n in (1, 2, 3, rows - 1):
+        some, some_lse = torch.full_like(out[:n], math.nan), torch.full_like(lse[:n], math.nan)
+        attend(q[-n:], cache, indices[-n:], scale, None, None, None, None, some, some_lse)
+        assert torch.equal(some, out[-n:])
+        assert torch.equal(some_lse, lse[-n:])
 
 
 def test_queries_may_begin_at_an_odd_number() -> None:

@@ -100,7 +100,7 @@ def _one(name: str, number: int, heads: int, times: Times, threads: int = 384, p
 
 
 #: Of ``pair``, two blocks of one warpgroup share a multiprocessor; in ``48`` three warpgroups have one, in the others
-#: two; ``few`` has a part's keys at once.
+#: two; ``few`` has a part's keys at once, or in two turns.
 FORMS = (
     _one("16", 1, 16, Times(tile=1.3, whole=1.5, cut=7.0, left=5.0, added=0.4)),
     _one("32", 2, 32, Times(tile=1.6, whole=3.0, cut=10.6, left=4.5, added=0.8)),

@@ -10,9 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kimi_hal.dispatch import policy
 from kimi_hal.dispatch.contract import BuildContext
-from kimi_hal.dispatch.selection import select
 from kimi_hal.ops.check import WORKSPACE_ALIGN
 from kimi_hal.ops.composites import part_specs
 from kimi_hal.ops.operator import get, torch_dtype
@@ -62,7 +60,7 @@ class Decoder:
         self.search = Searcher(
             replace(ctx, operator="indexer_topk", spec=indexer, limits=limits), follows=True
         )
-        way = cut(spec.attn, ctx.limits, attention_configuration(ctx))
+        way = cut(spec.attn, ctx.limits, ctx.configuration)
         words = None if ctx.persistent is None else ctx.persistent[TICKETS:]
         words = words_of(spec.attn, ctx.limits, way, words)
         self.attend = Attention(spec.attn, ctx.limits, way, ctx.arch, index, words, follows=True)
@@ -170,18 +168,6 @@ def viewed(room: Tensor, at: int, rows: int, dtype: torch.dtype, shape: tuple[in
     for n in shape:
         size *= n
     return room[at : at + size].view(dtype).view(rows, *shape)
-
-
-def attention_configuration(ctx: BuildContext) -> Any:
-    """Return what a table of measurements says of the attention alone."""
-    return select(
-        get("sparse_mla"),
-        part_specs("dsa_decode", ctx.spec, ctx.limits)["sparse_mla"].spec,
-        ctx.limits,
-        device=ctx.device,
-        implementation="nvidia.cuda",
-        settings=policy.settings(),
-    ).configuration
 
 
 def build_dsa_decode(ctx: BuildContext) -> Callable[..., Any]:

@@ -39,13 +39,15 @@ class Form:
 
 
 ANY = Form("merge_states", "9q2i", threads=128, blocks=4)
-#: Of at most eight parts, whose offsets have 32 bits: in tensors of at most so many bytes.
+#: Of at most eight parts, whose steps and offsets have 32 bits: in tensors of at most so many bytes.
 FEW, FEW_PARTS, REACH = Form("merge_few", "9I2i4x", threads=512, blocks=1), 8, 1 << 33
+#: What a step of 32 bits is below. A dimension of one may have any step, wherever that would lead.
+STEP = 1 << 32
 
 
 def within(tensor: Any) -> bool:
-    """Return whether 32 bits say where any number of a tensor is."""
-    return int(tensor.untyped_storage().nbytes()) <= REACH
+    """Return whether 32 bits say every step of a tensor, and where any of its numbers is."""
+    return max(tensor.stride()) < STEP and int(tensor.untyped_storage().nbytes()) <= REACH
 
 
 class Launch:

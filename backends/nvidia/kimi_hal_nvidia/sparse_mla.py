@@ -14,7 +14,7 @@ from kimi_hal.dispatch.contract import BuildContext
 from kimi_hal.ops.sparse_mla import SparseMLASpec
 from kimi_hal.ops.spec import Limits
 from kimi_hal_nvidia import driver
-from kimi_hal_nvidia.attention_plan import PROCESSORS, Way, counted, cut, left, tiles
+from kimi_hal_nvidia.attention_plan import CLUSTERS, PROCESSORS, Way, counted, cut, left, tiles
 from kimi_hal_nvidia.parameters import Parameters
 from kimi_hal_nvidia.scores import Tickets
 from kimi_hal_nvidia.sizes import LAUNCHES, sparse_mla
@@ -22,26 +22,31 @@ from kimi_hal_nvidia.streams import device_index, on_device, raw_stream
 
 #: ``struct Attention`` of ``sparse_mla.cu``: addresses, then numbers.
 ADDRESSES, NUMBERS = 12, "10q12i15I2if"
-#: Kernels of a latent format by form: name, and bytes of shared memory of a block. ``plain`` is ``few``, shorter.
+#: Kernels of a latent format by form: name, and bytes of shared memory of a block. Those of ``few`` are of a half and a
+#: quarter of the latents too.
 KERNELS = {
     "latent.fp8.e4m3fn.tensor": {
         "16": ("fp8_16", 223232),
         "32": ("fp8_32", 211968),
         "48": ("fp8_48", 232448),
         "pair": ("fp8_pair", 101376),
-        "few": ("fp8_few", 191488),
-        "plain": ("fp8_plain", 191488),
+        "few": ("fp8_few", 232448),
+        "few_2": ("fp8_few_2", 166912),
+        "few_4": ("fp8_few_4", 134144),
     },
     "latent.nvfp4.352": {
         "16": ("nvfp4_16", 227328),
         "32": ("nvfp4_32", 214016),
         "48": ("nvfp4_48", 219136),
         "pair": ("nvfp4_pair", 91136),
-        "few": ("nvfp4_few", 191488),
-        "plain": ("nvfp4_plain", 191488),
+        "few": ("nvfp4_few", 216064),
+        "few_2": ("nvfp4_few_2", 150528),
+        "few_4": ("nvfp4_few_4", 117760),
     },
 }
 SPACES = {"slot": 0, "position": 1, "local": 2}
+#: Clusters that share the latents of a row in ``few``, and their kernels. A latent's bits are the same by any.
+SLICES = {1: "few", 2: "few_2", 4: "few_4"}
 
 
 def divisor(by: int) -> tuple[int, int, int]:
@@ -99,15 +104,18 @@ class Attention:
             )
             return driver.launcher(kernel, self.parameters.address, cluster=cluster, overlap=follows)
 
-        self.launch, self.few = launch(form.name), form.name == "few"
+        few = form.name == "few"
+        #: By slices of latents, the most first.
+        self.launches = (
+            {n: launch(name) for n, name in reversed(SLICES.items())} if few else {1: launch(form.name)}
+        )
+        self.launch, self.grid = self.launches[1], 0
         self.apart = launch(form.name, cluster=False) if way.left else None
-        #: A shorter kernel, for slots and queries that are read two at a time.
-        slots = spec.index_space == "slot" and spec.q_dtype == "bfloat16"
-        self.plain = launch("plain") if self.few and slots else None
-        self.grid, self.paired = (0, 0), False
         self.stream = raw_stream(index)
-        #: Where rows are not cut, blocks take rows and heads in turn; a cluster has one.
-        self.most = PROCESSORS * form.there if parts == 1 else 1 << 30
+        #: Where rows are not cut, blocks take rows and heads in turn; a cluster has one, and so has a block of ``few``.
+        self.most = PROCESSORS * form.there if parts == 1 and not few else 1 << 30
+        #: Clusters that there is room for at once.
+        self.room = CLUSTERS[parts]
         world, interleave = spec.dcp.world, spec.dcp.interleave
         self.fixed = (
             *(spec.num_heads, parts, -(-tiles(spec) // parts), SPACES[spec.index_space], spec.dcp.rank),
@@ -151,8 +159,8 @@ class Attention:
                 self.scale,
             )
             items = min(q.shape[0] * self.blocks, self.most)
-            self.grid = (self.parts, items) if self.few else (items * self.parts, 1)
-            self.paired = not (q.stride(0) | q.stride(1)) & 1
+            slices = next((n for n in self.launches if items * n <= self.room), 1)
+            self.launch, self.grid = self.launches[slices], items * slices * self.parts
             self.start(*map(address, operands), left=address(room))
 
     def start(self, *addresses: int, left: int = 0) -> None:
@@ -162,9 +170,8 @@ class Attention:
         self.parameters.point(*addresses, left if words else 0, words)
         if self.apart and words:
             self.apart(self.dealt, 1, stream)
-            return
-        plain = self.plain if self.paired and addresses[0] % 4 == 0 else None
-        (plain or self.launch)(*self.grid, stream, self.parts)
+        else:
+            self.launch(self.grid, 1, stream, self.parts)
 
 
 def words_of(spec: SparseMLASpec, limits: Limits, way: Way, words: Any) -> Any:

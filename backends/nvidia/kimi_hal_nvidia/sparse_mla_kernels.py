@@ -12,7 +12,6 @@ SCALED = Instruction(r"HMUL2", "a latent is multiplied by its scale, two at a ti
 NO_FP8_PRODUCTS = Instruction(
     r"QGMMA|QMMA|UTCQMMA", "FP8 products are added with fewer bits than the contract asks for"
 )
-WIDE_KEYS = Instruction(r"LDG\.E(\.\w+)?\.128", "a key's numbers are read sixteen bytes a thread at a time")
 #: Bytes a thread that registers do not suffice for, at most.
 SPILLED = 104
 
@@ -24,14 +23,14 @@ def products(target: Target) -> Instruction:
 
 
 def sparse_mla(target: Target) -> tuple[Kernel, ...]:
-    """Return the kernels of each latent format, form by form. Those of few rows read keys by themselves."""
+    """Return the kernels of each latent format, form by form."""
     return tuple(
         described(
             "sparse_mla",
             name,
             target,
             expected=[
-                *(products(target), CONVERTED, CLUSTER, WIDE_KEYS if form in ("few", "plain") else BULK_COPY),
+                *(products(target), CONVERTED, CLUSTER, BULK_COPY),
                 *([SCALED] if name.startswith("nvfp4") else []),
             ],
             forbidden=[NO_FP8_PRODUCTS],
@@ -39,7 +38,7 @@ def sparse_mla(target: Target) -> tuple[Kernel, ...]:
             shared=shared,
         )
         for kernels in KERNELS.values()
-        for form, (name, shared) in kernels.items()
+        for name, shared in kernels.values()
     )
 
 

@@ -33,16 +33,6 @@ __device__ __forceinline__ u32 times(u32 pair, u32 scale) {
 // in different banks.
 __device__ __forceinline__ int key_of(int g) { return (g & 4) | (g & 1) << 1 | (g >> 1 & 1); }
 
-// Sixteen bytes of a key as it is in memory; zeros of none.
-__device__ __forceinline__ uint4 far_bytes(const unsigned char* key, int at) {
-  uint4 v = make_uint4(0, 0, 0, 0);
-  if (key)
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(key + at));
-  return v;
-}
-
 __device__ __forceinline__ u32 word_of(uint4 v, int i) { return i < 2 ? i ? v.y : v.x : i > 2 ? v.w : v.z; }
 
 // Of 16 bytes of two keys, STEPS of the four steps of S from `first` on.
@@ -85,15 +75,22 @@ struct Bytes {
     }
   };
 
-  // A thread's part of two whole keys, read from memory.
-  struct Held {
-    uint4 low[BLOCKS], high[BLOCKS];
-    __device__ __forceinline__ void read(const unsigned char* first, const unsigned char* second) {
-      int t = 16 * (lane() & 3);
-#pragma unroll
-      for (int n = 0; n < BLOCKS; ++n) low[n] = far_bytes(first, 64 * n + t), high[n] = far_bytes(second, 64 * n + t);
+  // Of two keys that stand in shared memory, APART bytes each: eight lanes' bytes in different banks. Two blocks are read ahead,
+  // `which` says where a block's are; what is read behind the last is not used.
+  static constexpr int APART = 576;
+  struct Laid {
+    const unsigned char* row;
+    uint4 low[2], high[2];
+    __device__ __forceinline__ Laid(const unsigned char* keys, int key) : row(keys + key * APART + 16 * (lane() & 3)) {}
+    __device__ __forceinline__ void read(int which, int block) {
+      low[which] = *reinterpret_cast<const uint4*>(row + 64 * block);
+      high[which] = *reinterpret_cast<const uint4*>(row + 8 * APART + 64 * block);
     }
-    __device__ __forceinline__ void take(u32 (&a)[4][4], int block) const { decode_bytes(a, low[block], high[block], 0); }
+    __device__ __forceinline__ void begin() { read(0, 0), read(1, 1); }
+    __device__ __forceinline__ void take(u32 (&a)[4][4], int which, int block) {
+      decode_bytes(a, low[which], high[which], 0);
+      read(which, block + 2);
+    }
   };
 
   // Where lanes' kept values stand: in order.
@@ -192,9 +189,16 @@ struct Nvfp4 {
                                                 int first) {
     if (block == BLOCKS - 1) return decode_bytes(a, l, h, first);
     u32 scales[2] = {factor(scale[0], block), factor(scale[1], block)};
+    decode_nibbles(a, l, h, scales, block & 1, first);
+  }
+
+  // The same of the first or second of two blocks, with scales of both keys.
+  template <int STEPS>
+  static __device__ __forceinline__ void decode_nibbles(u32 (&a)[STEPS][4], uint4 l, uint4 h, const u32 (&scales)[2], int which,
+                                                        int first) {
 #pragma unroll
     for (int s = 0; s < STEPS; ++s) {
-      int word = 2 * (block & 1) + (first + s >> 1);
+      int word = 2 * which + (first + s >> 1);
       bool odd = first + s & 1;
       u32 x = word_of(l, word), y = word_of(h, word);
       halves_of(a[s][0], a[s][2], odd ? bytes_of_high(x) : bytes_of_low(x));
@@ -204,16 +208,27 @@ struct Nvfp4 {
     }
   }
 
-  struct Held {
-    uint4 low[5], high[5], scale[2];
-    __device__ __forceinline__ void read(const unsigned char* first, const unsigned char* second) {
-      int t = 16 * (lane() & 3), scales = 320 + 16 * (lane() & 1);
-      scale[0] = far_bytes(first, scales), scale[1] = far_bytes(second, scales);
-#pragma unroll
-      for (int n = 0; n < 5; ++n) low[n] = far_bytes(first, 64 * n + t), high[n] = far_bytes(second, 64 * n + t);
+  static constexpr int APART = 448;
+  struct Laid {
+    const unsigned char *row, *scales;
+    uint4 low, high;  // of two blocks
+    u32 code[2][2];  // by block and key
+    __device__ __forceinline__ Laid(const unsigned char* keys, int key)
+        : row(keys + key * APART + 16 * (lane() & 3)), scales(keys + key * APART + 320 + 16 * (lane() & 1) + (lane() >> 1 & 1)) {}
+    __device__ __forceinline__ void read(int which, int block) {
+      const unsigned char* from = scales + 8 * which + (block & ~1);
+      code[which][0] = from[0], code[which][1] = from[8 * APART];
     }
-    __device__ __forceinline__ void take(u32 (&a)[4][4], int block) const {
-      decode(a, low[block >> 1], high[block >> 1], scale, block, 0);
+    __device__ __forceinline__ void read_two(int block) {
+      low = *reinterpret_cast<const uint4*>(row + 32 * block), high = *reinterpret_cast<const uint4*>(row + 8 * APART + 32 * block);
+    }
+    __device__ __forceinline__ void begin() { read(0, 0), read(1, 1), read_two(0); }
+    __device__ __forceinline__ void take(u32 (&a)[4][4], int which, int block) {
+      if (which == 0 && block == BLOCKS - 1) return decode_bytes(a, low, high, 0);
+      u32 factors[2] = {scales_of(code[which][0] * 0x101), scales_of(code[which][1] * 0x101)};
+      decode_nibbles(a, low, high, factors, which, 0);
+      read(which, block + 2);
+      if (which) read_two(block + 1);
     }
   };
 

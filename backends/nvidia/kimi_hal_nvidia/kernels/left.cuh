@@ -62,7 +62,8 @@ __device__ __forceinline__ bool arrives_last(const Attention& a, int item, int w
   return last;
 }
 
-// What the parts of an item are multiplied by, head by head, and their sum: of a relay the one includes the other.
+// What the parts of an item are multiplied by, head by head, and their sum: of a relay the one includes the other. Parts that
+// there are not are zeros times -0: adding that changes nothing, not even a zero's sign.
 template <typename S>
 struct Shares {
   float weight[MOST_LEFT][S::HEADS], share[S::HEADS];
@@ -84,7 +85,7 @@ __device__ __forceinline__ void share_left(Shares<S>& shares, const Attention& a
   shares.share[mine] = share;
 #pragma unroll
   for (int i = 0; i < MOST_LEFT; ++i)
-    shares.weight[i][mine] = i < a.parts ? exponential(one[i].x - subtrahend(sum.x)) * (S::RELAYED ? share : 1.0f) : 0.0f;
+    shares.weight[i][mine] = i < a.parts ? exponential(one[i].x - subtrahend(sum.x)) * (S::RELAYED ? share : 1.0f) : -0.0f;
   int head = item.first_head + mine;
   if (says_lse && head < a.heads && a.returns_lse) a.lse[item.row * a.lse_row + head] = lse_of(sum);
 }

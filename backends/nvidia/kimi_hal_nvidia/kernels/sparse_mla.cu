@@ -311,14 +311,15 @@ __device__ __forceinline__ void read_query(u32 (&codes)[BLOCKS], const Attention
   const unsigned short* from = static_cast<const unsigned short*>(a.q) + at;
   const unsigned char* bytes = static_cast<const unsigned char*>(a.q) + at;
   bool paired = !((reinterpret_cast<u64>(a.q) | a.q_row * 2 | a.q_head * 2) & 3);
+  if (!a.q_fp8 && paired) {
 #pragma unroll
-  for (int n = 0; n < BLOCKS; ++n) {
-    if (a.q_fp8)
-      codes[n] = __ldg(bytes + 64 * n) | __ldg(bytes + 64 * n + 1) << 8;
-    else if (paired)
-      codes[n] = __ldg(reinterpret_cast<const u32*>(from) + 32 * n);
-    else
-      codes[n] = __ldg(from + 64 * n) | __ldg(from + 64 * n + 1) << 16;
+    for (int n = 0; n < BLOCKS; ++n) codes[n] = __ldg(reinterpret_cast<const u32*>(from) + 32 * n);
+  } else if (a.q_fp8) {
+#pragma unroll
+    for (int n = 0; n < BLOCKS; ++n) codes[n] = __ldg(bytes + 64 * n) | __ldg(bytes + 64 * n + 1) << 8;
+  } else {
+#pragma unroll
+    for (int n = 0; n < BLOCKS; ++n) codes[n] = __ldg(from + 64 * n) | __ldg(from + 64 * n + 1) << 16;
   }
 }
 
@@ -351,13 +352,13 @@ __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_f
 
 // Put a head's query into shared memory as float16, raised by a power of two to where float16 is fine.
 template <typename Format, int SIZE>
-__device__ __forceinline__ void put_query(unsigned char (&q)[BLOCKS][SIZE], float* factor, const u32 (&pairs)[BLOCKS], int h,
+__device__ __forceinline__ void put_query(unsigned char (&q)[BLOCKS][SIZE], float& factor, const u32 (&pairs)[BLOCKS], int h,
                                           float unit, u32 l) {
   constexpr bool NEIGHBOURS = Format::BYTES == WIDTH;  // a pair's numbers, in the contraction of bytes as they stand
   u32 most = largest_of(pairs);
   int exponent = most ? min(119, 140 - static_cast<int>(most >> 7)) : 0;
   float raised = power_of_two(exponent);
-  if (l == 0) factor[h] = power_of_two(-exponent) * unit;
+  if (l == 0) factor = power_of_two(-exponent) * unit;
 #pragma unroll
   for (int n = 0; n < BLOCKS; ++n) {
     __half2 two = __floats2half2_rn(__uint_as_float(pairs[n] << 16) * raised,
@@ -391,7 +392,7 @@ __device__ __forceinline__ void take_queries(Room<S>& room, const Attention& a, 
 #pragma unroll
     for (int n = 0; n < BLOCKS; ++n) pairs[n] = h < heads ? pair_of(codes[n], a.q_fp8) : 0;
     if (h + WARPS < heads) read_query(codes, a, begin + (h + WARPS) * a.q_head);
-    put_query<typename S::Format>(room.q, room.factor, pairs, h, unit, l);
+    put_query<typename S::Format>(room.q, room.factor[h], pairs, h, unit, l);
   }
 }
 
@@ -520,7 +521,7 @@ __device__ __forceinline__ void keep_in_order(unsigned char* p, const float (&x)
   for (int j = 0; j < 2; ++j) {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      *reinterpret_cast<__half*>(p + place(8 * j + 2 * t + (i & 1), row + 8 * (i >> 1))) = __float2half_rn(x[j][i]);
+      *reinterpret_cast<__half*>(p + 1024 * j + place(2 * t + (i & 1), row + 8 * (i >> 1))) = __float2half_rn(x[j][i]);
   }
 }
 
@@ -1109,14 +1110,16 @@ KERNEL(nvfp4_32, Nvfp4, 32, 2, 7)
 KERNEL(nvfp4_48, Nvfp4, 48, 3, 6)
 KERNEL(nvfp4_pair, Nvfp4, 16, 1, 3)
 
-#define FEW(name, ...)                                                                              \
+#define FEW(name, ...)                                                                                     \
   extern "C" __global__ void __launch_bounds__(FEW_THREADS, 1) name(const __grid_constant__ Attention a) { \
-    attend_few<__VA_ARGS__>(a);                                                                     \
+    attend_few<__VA_ARGS__>(a);                                                                            \
   }
-FEW(fp8_few, Fp8, false)
-FEW(fp8_plain, Fp8, true)
-FEW(nvfp4_few, Nvfp4, false)
-FEW(nvfp4_plain, Nvfp4, true)
+FEW(fp8_few, Fp8, 1)
+FEW(fp8_few_2, Fp8, 2)
+FEW(fp8_few_4, Fp8, 4)
+FEW(nvfp4_few, Nvfp4, 1)
+FEW(nvfp4_few_2, Nvfp4, 2)
+FEW(nvfp4_few_4, Nvfp4, 4)
 
 // What the launches ask for and pass.
 static_assert(sizeof(Room<fp8_16_shape>) == 223232 && sizeof(Room<fp8_32_shape>) == 211968);
@@ -1124,5 +1127,7 @@ static_assert(sizeof(Room<fp8_pair_shape>) == 101376);
 static_assert(sizeof(Room<nvfp4_16_shape>) == 227328 && sizeof(Room<nvfp4_32_shape>) == 214016);
 static_assert(sizeof(Room<fp8_48_shape>) == 232448 && sizeof(Room<nvfp4_48_shape>) == 219136);
 static_assert(sizeof(Room<nvfp4_pair_shape>) == 91136);
-static_assert(sizeof(FewRoom<Fp8>) == 191488 && sizeof(FewRoom<Nvfp4>) == 191488);
+static_assert(sizeof(FewRoom<Fp8, 1>) == 232448 && sizeof(FewRoom<Nvfp4, 1>) == 216064);
+static_assert(sizeof(FewRoom<Fp8, 2>) == 166912 && sizeof(FewRoom<Nvfp4, 2>) == 150528);
+static_assert(sizeof(FewRoom<Fp8, 4>) == 134144 && sizeof(FewRoom<Nvfp4, 4>) == 117760);
 static_assert(sizeof(Attention) == 296);
