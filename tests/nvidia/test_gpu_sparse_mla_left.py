@@ -31,9 +31,8 @@ WAYS = [
     (12, 5, "16", 8),
     (12, 45, "16", 3),
     (12, 300, "16", 2),
-    (12, 320, "pair", 4),
-    (16, 140, "pair", 3),
-    (12, 67, "pair", 8),
+    (16, 140, "16", 5),
+    (12, 67, "16", 8),
     (96, 8, "32", 5),
     (24, 160, "32", 4),
     (96, 32, "48", 2),
@@ -94,9 +93,13 @@ class Case:
         return [out.view(torch.int16), lse.view(torch.int32)]
 
 
-def same(found: list[Tensor], other: list[Tensor]) -> bool:
-    """Tell whether all bits are equal."""
-    return all(torch.equal(x, y) for x, y in zip(found, other, strict=True))
+def differing(found: list[Tensor], other: list[Tensor]) -> list[tuple[list[int], int, int]]:
+    """Return where bits of outputs and LSEs differ, and what they are there: the first few."""
+    return [
+        (at.tolist(), int(x[tuple(at)]), int(y[tuple(at)]))
+        for x, y in zip(found, other, strict=True)
+        for at in (x != y).nonzero()[:4]
+    ]
 
 
 @pytest.mark.parametrize("latent", [FP8, NVFP4])
@@ -109,17 +112,17 @@ def test_bits_are_those_of_clusters_and_of_a_row_alone(
     assert not expected[0].view(torch.bfloat16).isnan().any()
     for _ in range(3):
         case.room.fill_(0xFF)
-        assert same(case.attend(case.memory), expected)
+        assert not differing(case.attend(case.memory), expected)
         assert not case.words.any()
     for row in {0, 1, rows // 2, rows - 1}:
         alone = slice(row, row + 1)
-        assert same(case.attend(case.memory, alone), [x[alone] for x in expected])
+        assert not differing(case.attend(case.memory, alone), [x[alone] for x in expected])
     some = slice(1, rows - 1)
-    assert same(case.attend(case.memory, some), [x[some] for x in expected])
+    assert not differing(case.attend(case.memory, some), [x[some] for x in expected])
     assert not case.words.any()
 
 
-@pytest.mark.parametrize(("heads", "rows", "form", "parts"), [WAYS[0], WAYS[4], WAYS[9]])
+@pytest.mark.parametrize(("heads", "rows", "form", "parts"), [WAYS[0], WAYS[3], WAYS[8]])
 def test_a_graph_attends_to_new_data_and_another_stream_beside_it(
     heads: int, rows: int, form: str, parts: int
 ) -> None:
@@ -144,8 +147,8 @@ def test_a_graph_attends_to_new_data_and_another_stream_beside_it(
             beside = [case.attend(case.memory, room=room) for _ in range(5)]
         graph.replay()
         torch.cuda.synchronize()
-        assert same(held, expected)
-        assert all(same(found, expected) for found in beside)
+        assert not differing(held, expected)
+        assert not any(differing(found, expected) for found in beside)
         assert not case.words.any()
 
 

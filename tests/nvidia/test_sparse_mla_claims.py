@@ -68,12 +68,18 @@ def test_attention_goes_before_the_portable_one_and_the_merge_by_a_table_alone(
         (12, 32, "16", 4, True),
         (12, 64, "16", 2, False),
         (12, 128, "16", 1, False),
-        (12, 320, "pair", 4, True),
+        (12, 96, "16", 1, False),
+        (12, 160, "16", 4, True),
+        (12, 192, "16", 2, True),
+        (12, 256, "pair", 1, False),
+        (12, 320, "16", 2, True),
         (12, 1024, "pair", 1, False),
         (12, 4096, "pair", 1, False),
         (24, 512, "32", 1, False),
         (96, 1, "few", 16, False),
         (96, 8, "32", 5, True),
+        (96, 16, "48", 4, True),
+        (96, 24, "48", 2, True),
         (96, 32, "48", 2, True),
         (96, 64, "48", 1, False),
         (96, 320, "48", 1, False),
@@ -129,7 +135,7 @@ def test_a_table_that_names_no_way_of_cutting_is_refused_with_a_sentence(chosen:
 
 
 @pytest.mark.parametrize(
-    ("topk", "form", "parts"), [(2048, "few", 16), (512, "few", 8), (3000, "few", 16), (5000, "16", 16)]
+    ("topk", "form", "parts"), [(2048, "few", 16), (512, "few", 8), (3000, "16", 16), (5000, "16", 16)]
 )
 def test_few_rows_are_cut_into_a_power_of_two_of_parts_that_fit(topk: int, form: str, parts: int) -> None:
     way = cut(SparseMLASpec(num_heads=12, latent=FP8, topk=topk), limits(1), {})

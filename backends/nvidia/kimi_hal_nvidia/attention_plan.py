@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kimi_hal.errors import TableError
+from kimi_hal.ops.composites import DSASpec
 from kimi_hal.ops.sparse_mla import SparseMLASpec
 from kimi_hal.ops.spec import Limits
 
@@ -16,9 +17,10 @@ PROCESSORS = 132
 #: Clusters that an H200 runs at once, by their blocks, which are the parts of a row: its multiprocessors stand in
 #: groups of 16 and 18, and one of fewer.
 CLUSTERS = {1: 132, 2: 66, 3: 43, 4: 31, 6: 20, 8: 15, 12: 7, 16: 7}
-#: Parts that may meet in memory, ``MOST_LEFT`` of ``sparse_mla.cu``; bytes that a head of one leaves there, as in
-#: ``left.cuh``; and bytes that are left at most, all of which the second-level cache is to hold.
-LEFT, LEFT_BYTES, MOST_LEFT = range(2, 9), 2112, 48 << 20
+#: Parts that may meet in memory, up to ``MOST_LEFT`` of ``sparse_mla.cu``: three, six and seven never took the least
+#: time. Bytes that a head of one leaves there, as in ``left.cuh``; and bytes that are left at most, all of which the
+#: second-level cache is to hold.
+LEFT, LEFT_BYTES, MOST_LEFT = (2, 4, 5, 8), 2112, 24 << 20
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,9 @@ class Times:
         tile: of a tile of a block's heads.
         whole: of everything else of a row that is not cut.
         cut: of one that is.
-        left: of a row whose parts meet in memory.
-        added: of each part that is left there, for who adds them or has another one of the row.
+        left: of a block whose parts meet in memory.
+        added: of each part that it leaves there.
+        held: of each part a multiprocessor that all blocks leave there, one at least, before the last one is added.
     """
 
     tile: float
@@ -38,15 +41,11 @@ class Times:
     cut: float
     left: float = 0.0
     added: float = 0.0
+    held: float = 0.0
 
     def of(self, tiles: int, parts: int) -> float:
         """Return how long a part of a row takes."""
         return -(-tiles // parts) * self.tile + (self.whole if parts == 1 else self.cut)
-
-    def of_dealt(self, tiles: int, parts: int, dealt: int) -> float:
-        """Return how long a block takes that was dealt so many parts of rows, one behind the other."""
-        started = 1 + (dealt - 1) / parts
-        return dealt * (-(-tiles // parts) * self.tile + self.added) + started * self.whole + self.left
 
 
 @dataclass(frozen=True)
@@ -88,33 +87,29 @@ class Form:
 
     def leaves(self, tiles: int, parts: int) -> bool:
         """Return whether it can have so many parts of a row meet in memory."""
-        return self.times.left > 0 and parts in LEFT and self.takes(tiles, parts)
+        return self.times.left > 0.0 and parts in LEFT and self.takes(tiles, parts)
 
     def blocks(self, spec: SparseMLASpec) -> int:
         """Return the blocks of a row's heads."""
         return -(-spec.num_heads // self.heads)
 
 
-def _one(name: str, number: int, heads: int, times: Times, threads: int = 384, parts: int = 16) -> Form:
-    return Form(name, number, heads, threads, there=1, parts=parts, times=times, last=times, alone=times)
+def _one(name: str, number: int, heads: int, times: Times, threads: int = 384) -> Form:
+    return Form(name, number, heads, threads, there=1, parts=16, times=times, last=times, alone=times)
 
 
 #: Of ``pair``, two blocks of one warpgroup share a multiprocessor; in ``48`` three warpgroups have one, in the others
 #: two; ``few`` has a part's keys at once, or in two turns.
 FORMS = (
-    _one("16", 1, 16, Times(tile=1.3, whole=1.5, cut=7.0, left=5.0, added=0.4)),
-    _one("32", 2, 32, Times(tile=1.6, whole=3.0, cut=10.6, left=4.5, added=0.8)),
+    _one("16", 1, 16, Times(tile=1.3, whole=0.95, cut=5.2, left=5.7, added=1.05, held=1.35)),
+    _one("32", 2, 32, Times(tile=1.6, whole=3.0, cut=13.1, left=2.75, added=0.6, held=5.1)),
     replace(
-        _one("48", 3, 48, Times(tile=1.75, whole=3.0, cut=19.0, left=10.0, added=1.2), threads=512, parts=8),
+        _one("48", 3, 48, Times(tile=1.75, whole=3.0, cut=24.0, left=9.5, added=3.1, held=4.0), threads=512),
+        parts=8,
         relayed=True,
     ),
-    Form(
-        *("pair", 4, 16, 256, 2, 16),
-        Times(2.35, 3.0, 5.0, left=3.0, added=0.8),
-        Times(2.8, 2.0, 7.6, left=5.6, added=0.8),
-        Times(1.9, 2.0, 7.6, left=5.6, added=0.8),
-    ),
-    replace(_one("few", 5, 16, Times(tile=0.6, whole=4.0, cut=6.0), threads=256), most=2, doubled=True),
+    Form("pair", 4, 16, 256, 2, 16, Times(2.37, 1.0, 9.0), Times(2.65, 0.0, 10.3), Times(1.92, 1.0, 7.6)),
+    replace(_one("few", 5, 16, Times(tile=2.0, whole=2.5, cut=3.5), threads=512), most=4, doubled=True),
 )
 #: Tiles of latents whose nibbles are decoded take longer.
 NIBBLES = {"16": 1.12, "pair": 1.45}
@@ -174,13 +169,10 @@ def cost(spec: SparseMLASpec, limits: Limits, way: Way) -> float:
     form, parts, _ = way
     items = limits.max_rows * form.blocks(spec)
     if way.left:
-        every, room = items * parts, PROCESSORS * form.there
-        dealt, times = -(-every // room), form.times
-        if every <= room:
-            times = form.alone if every <= PROCESSORS else form.last
-        if form.relayed:
-            return START + dealt * times.of_dealt(tiles(spec), parts, 1) + (parts - 1) * times.added
-        return START + times.of_dealt(tiles(spec), parts, dealt) + (parts - 1) * times.added
+        every, times = items * parts, form.times
+        dealt = -(-every // PROCESSORS)
+        took = dealt * (-(-tiles(spec) // parts) * times.tile + times.added)
+        return START + times.left + took + max(1.0, every / PROCESSORS) * times.held
     room = CLUSTERS[parts] * form.there
     full, rest = divmod(items, room)
     last = form.alone if rest <= CLUSTERS[parts] else form.last
@@ -232,3 +224,8 @@ def configurations(spec: SparseMLASpec, limits: Limits, arch: str) -> tuple[dict
         for way in found
         if cost(spec, limits, way) <= most and left(spec, limits, way) <= left(spec, limits, found[0])
     )
+
+
+def decode_configurations(spec: DSASpec, limits: Limits, arch: str) -> tuple[dict[str, int], ...]:
+    """Return those of the attention in ``dsa_decode``."""
+    return configurations(spec.attn, limits, arch)

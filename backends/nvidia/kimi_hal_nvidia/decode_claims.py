@@ -46,6 +46,7 @@ DECODE = tuple(
             ),
         ),
         compile="kimi_hal_nvidia.decode_kernels:dsa_decode",
+        configurations="kimi_hal_nvidia.attention_plan:decode_configurations",
     )
     for name, (arch, execution) in RUN.items()
 )

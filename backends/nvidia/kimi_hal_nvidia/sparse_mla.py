@@ -145,8 +145,8 @@ class Attention:
         """
         operands = (q, cache, indices, k_scale, q_scale, index_len, block_table, row_req, out, lse_out)
         every = q.shape[0] * self.blocks * self.parts
-        self.dealt = min(every, self.there)
         with self.parameters.lock:
+            self.dealt = min(every, self.there)
             self.parameters.tell(
                 *(*q.stride()[:2], cache.stride(0), indices.stride(0)),
                 *(stride(index_len), stride(block_table), stride(row_req)),

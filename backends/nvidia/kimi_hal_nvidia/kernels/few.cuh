@@ -63,10 +63,10 @@ __device__ __forceinline__ void few_scores(float (&s)[2][4], Laid keys, Block q,
 #pragma unroll
   for (int i = 0; i < 8; ++i) s[i / 4][i % 4] = more[i / 4][i % 4] = 0.0f;
   auto take = [&](float (&sums)[2][4], int which, int block, bool latents) {
+    Block at = alike(block_plus(q, block * 2048));  // first, since it takes as long as half a block's decoding
     tall_done<1>();  // the operand that was where this block's comes is read no more
     keys.take(a[which], which, block);
     if (latents && static_cast<u32>(block - first) < COUNT) keep_values(kept + (block - first) * KEYS * 128, a[which]);
-    Block at = alike(block_plus(q, block * 2048));
     tall_begin();
 #pragma unroll
     for (int i = 0; i < 4; ++i) tall<16>(sums, a[which][i], at, i, true);

@@ -1,7 +1,7 @@
 // Parts of a row that meet in memory: each leaves its outputs, references and sums there, and who leaves the last one adds
 // them all, in their order. Nobody waits for anybody, so that parts may be dealt to any number of blocks, and a block with
 // several parts of a row leaves them for itself. What is added, and how, is what a cluster's blocks add of as many parts:
-// the bits are the same. Included by sparse_mla.cu, whose names it uses.
+// the bits are the same. Not of blocks of one warpgroup. Included by sparse_mla.cu, whose names it uses.
 #pragma once
 
 // Where an item's parts are left.
@@ -96,7 +96,7 @@ __device__ __forceinline__ int latent_of(int unit) {
   int w = warp() & 3, chunk = 8 * w + (lane() >> 2), group = warp() >> 2;
   if constexpr (S::RELAYED) return 8 * chunk + 256 * (unit & 1);
   if constexpr (S::KEPT) return four_at<S>(4 * group);
-  return 16 * chunk + 8 * (S::GROUPS == 1 ? unit & 1 : group);
+  return 16 * chunk + 8 * group;
 }
 
 // Write two fours of a head.

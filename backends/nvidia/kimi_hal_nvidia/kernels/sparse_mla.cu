@@ -73,6 +73,7 @@ struct Shape {
   static constexpr int SCORING = 112, ADDING = 248, WEIGHING = 112;  // of a relay
   static constexpr bool PASSING = GROUPS == 2 && HEADS == 16;  // of few rows, which share no keys
   static constexpr bool APART = GROUPS == 2;  // each warpgroup has references and outputs of its own
+  static constexpr bool LEAVES = GROUPS > 1;  // parts may meet in memory
   static constexpr int TALL = 8;  // of a warpgroup's outputs, tiles of 64 latents
   static constexpr int STEPS = HEADS == 16 ? 4 : 2;  // of products that are begun together
   static constexpr int PAIRS = HEADS / 4;  // heads of a thread: 8 j + 2 t + (0, 1)
@@ -1011,12 +1012,11 @@ __device__ __forceinline__ void settle(Part<S>& part, Room<S>& room, const Atten
   if (a.clustered()) cluster_arrive();
   join<S>(part, room, group);
   int chunk = 8 * (warp() & 3) + (lane() >> 2), latent = 16 * chunk + 8 * group;
-  if (a.parts == 1)
-    write_item<S>(part, room, a, item, group, latent);
-  else if (a.left)
-    leave_item<S>(part, room, a, item);
-  else
-    spread<S>(part, room, a, item, item.part, group, latent);
+  if (a.parts == 1) return write_item<S>(part, room, a, item, group, latent);
+  if constexpr (S::LEAVES) {
+    if (a.left) return leave_item<S>(part, room, a, item);
+  }
+  spread<S>(part, room, a, item, item.part, group, latent);
 }
 
 // Compute this warpgroup's tiles, part by part.
