@@ -185,6 +185,8 @@ class Implementation:
         configurations: optional; ``configurations(spec, limits, arch)`` returns the ``BuildContext.configuration``
             values that ``kimi-hal bench --tune`` tries beside none. They change how fast it is, and neither its sizes
             nor its properties.
+        not_run: why it was run on no device that it is for; such code is reachable by name alone, and says so.
+            ``""``: it was.
     """
 
     operator: str
@@ -204,6 +206,7 @@ class Implementation:
     compile: str | None = None
     split: tuple[Split, ...] = ()
     configurations: str | None = None
+    not_run: str = ""
 
 
 @dataclass(frozen=True)
