@@ -31,7 +31,7 @@ from kimi_hal_nvidia.adapters.sizes import vllm_topk as topk_sizes
 peer_fakes.install()
 libraries.load = lambda package, pattern: None
 FP8 = "index.fp8.e4m3fn.pow2.page64"
-FIRST = {i.name: i.capabilities for i in ADAPTERS}
+FIRST = {(i.operator, i.name): i.capabilities for i in ADAPTERS}
 
 
 def context(operator: str, spec: Spec, limits: Limits, name: str, size: Any = None) -> BuildContext:
@@ -46,7 +46,7 @@ def context(operator: str, spec: Spec, limits: Limits, name: str, size: Any = No
         group=None,
         persistent=torch.zeros(sizes.persistent, dtype=torch.uint8) if sizes.persistent else None,
         check=check.compiled(
-            OPERATORS[operator], spec, limits, sizes, capability=FIRST[name][-1], device="cpu"
+            OPERATORS[operator], spec, limits, sizes, capability=FIRST[operator, name][-1], device="cpu"
         ),
         settings={},
     )

@@ -200,13 +200,16 @@ def on_record(implementation: Implementation, loaded: Loaded) -> OnTrial:
 def digest_of(implementation: Implementation, loaded: Loaded) -> str:
     """Return the hash of an implementation's sources; of a composition, also of all that could be a part of it.
 
+    Who says that it was never run is a part of none, unless it is named.
+
     Raises:
         PluginError: there is nothing to hash.
     """
     own = source_hash(loaded.backend, implementation)
     if implementation.name != composed.NAME:
         return own
-    parts = [i for part in ops.get(implementation.operator).parts for i in candidates(loaded, part)]
+    could = [i for part in ops.get(implementation.operator).parts for i in candidates(loaded, part)]
+    parts = [i for i in could if not i.not_run]
     lines = (f"{i.operator} {i.name} {source_hash(loaded.backend, i)}" for i in parts)
     return hashlib.sha256("\n".join([own, *lines]).encode()).hexdigest()
 

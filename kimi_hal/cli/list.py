@@ -89,6 +89,7 @@ def describe(loaded: Loaded, implementation: Implementation) -> dict[str, Any]:
         "execution": list(implementation.execution),
         "targets": targets(loaded, implementation),
         "numerics": list(implementation.numerics),
+        "not_run": implementation.not_run,
         "capabilities": [covered(c) for c in implementation.capabilities],
     }
 
@@ -149,7 +150,8 @@ def print_details(registry: Registry, operator: str) -> None:
     for backend in sorted(registry.backends):
         loaded = registry.backends[backend]
         for implementation in available(loaded, operator):
-            click.echo(f"{backend}.{implementation.name}: {', '.join(implementation.execution)}")
+            never = f", not run: {implementation.not_run}" if implementation.not_run else ""
+            click.echo(f"{backend}.{implementation.name}: {', '.join(implementation.execution)}{never}")
             if names := targets(loaded, implementation):
                 click.echo(f"  compiled for {', '.join(names)} by `kimi-hal conformance run --compile-only`")
             for capability in implementation.capabilities:

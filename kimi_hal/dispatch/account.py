@@ -51,6 +51,7 @@ def as_json(plan: Plan) -> str:
         "properties": dataclasses.asdict(plan.properties),
         "numerics": list(plan.implementation.numerics),
         "conforming": plan.choice.conforming,
+        "not_run": plan.implementation.not_run,
         "bytes": dataclasses.asdict(plan.sizes),
         "reads": list(plan.reads),
         "checkpoint_multiple": plan.checkpoint_multiple,
@@ -95,3 +96,5 @@ def _promises(plan: Plan) -> Iterator[str]:
         yield f"rounds {', '.join(plan.implementation.numerics)}"
     if not plan.choice.conforming:
         yield "not conforming: its tie rule is not the contract's"
+    if plan.implementation.not_run:
+        yield f"not run before: {plan.implementation.not_run}"

@@ -41,6 +41,8 @@ def _assess(request: Request, wish: Wish, loaded: Loaded, probe: Probe, item: Im
     admitted = named or set(item.numerics) <= set(request.spec.numerics)
     if not admitted:
         reasons.append(_rounds(item, request))
+    if item.not_run and not named:
+        reasons.append(f"it was not run: {item.not_run}; it is reachable by name only")
     if request.implementation is None:
         reasons += _fused(request, item)
     return Assessment(

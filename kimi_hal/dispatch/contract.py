@@ -47,6 +47,8 @@ NUMERICS = {
     "attn.k=bf16": "keys times their scales rounded to bfloat16 before both products",
     "attn.p=bf16": "attention probabilities rounded to bfloat16 before the value product",
     "attn.p=fp8": "attention probabilities rounded to FP8 before the value product",
+    "attn.q=fp8_block": "latent parts of attention's queries rounded to FP8 with a scale per 128",
+    "attn.dots=fp8_sum": "both products of attention from FP8 numbers, added with 13 fraction bits of the largest",
     "kda.state=bf16": "recurrent state rounded to bfloat16 between chunks or steps",
     "kda.chunk=bf16": "decayed queries, keys and chunk products rounded to bfloat16",
     "logits=bf16": "index scores rounded to bfloat16 before selection although the Spec says float32",
@@ -185,6 +187,8 @@ class Implementation:
         configurations: optional; ``configurations(spec, limits, arch)`` returns the ``BuildContext.configuration``
             values that ``kimi-hal bench --tune`` tries beside none. They change how fast it is, and neither its sizes
             nor its properties.
+        not_run: why it was run on no device that it is for; such code is reachable by name alone, and says so.
+            ``""``: it was.
     """
 
     operator: str
@@ -204,6 +208,7 @@ class Implementation:
     compile: str | None = None
     split: tuple[Split, ...] = ()
     configurations: str | None = None
+    not_run: str = ""
 
 
 @dataclass(frozen=True)

@@ -171,6 +171,8 @@ def _why(asked: Wish, chosen: Assessment, assessed: list[Assessment]) -> str:
         parts.append(f"it rounds beyond the contract ({', '.join(chosen.implementation.numerics)})")
     if not chosen.conforming:
         parts.append("it does not conform: its tie rule is not the contract's")
+    if chosen.implementation.not_run:
+        parts.append(f"it was not run: {chosen.implementation.not_run}")
     return "; ".join(parts)
 
 

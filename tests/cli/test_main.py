@@ -124,6 +124,15 @@ def test_list_of_one_operator_shows_what_is_covered() -> None:
     assert "parts: 1 to 64" in out
 
 
+def test_list_says_what_was_never_run() -> None:
+    found = json.loads(kimi_hal("list", "sparse_mla", "--json").stdout)["operators"]["sparse_mla"]["nvidia"]
+    why = {each["name"]: each["not_run"] for each in found}
+    assert (why["xqa"], why["flashmla"]) == ("no such device was here", "")
+    out = kimi_hal("list", "sparse_mla").stdout.splitlines()
+    assert "nvidia.xqa: native, not run: no such device was here" in out
+    assert "nvidia.flashmla: native" in out
+
+
 def test_list_says_what_can_be_compiled_without_its_device() -> None:
     (found,) = json.loads(kimi_hal("list", "merge_attn_states", "--json").stdout)["operators"][
         "merge_attn_states"

@@ -110,6 +110,17 @@ def test_few_entries_have_no_budget_by_luck() -> None:
     assert compare("beta", torch.tensor([0.5 + 2.0**-20, 1.0]), x, x.float()).problem
 
 
+def test_few_entries_may_all_err_as_one_may() -> None:
+    x = torch.tensor([0.7, 0.9, 0.8, 0.6], dtype=torch.float64)
+    off = (
+        12 * 2.0**-24 / 12**0.5
+    )  # what a right sum of 576 products was off by, where the reference's own was not
+    assert not compare("lse_out", (x + off).float(), x, x.float()).problem
+    assert compare("lse_out", (x + 4 * off).float(), x, x.float()).problem
+    many = x.repeat(64)
+    assert compare("lse_out", (many + off).float(), many, many.float()).problem
+
+
 def test_what_a_dtype_can_hold_costs_nothing() -> None:
     x = torch.tensor([0.5, 3.0, torch.inf], dtype=torch.float64)
     finite = torch.isfinite(x)

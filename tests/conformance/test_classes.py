@@ -79,9 +79,13 @@ def e2m1_blocks(x: torch.Tensor) -> torch.Tensor:
 
 #: class -> what rounds more than it says.
 COARSER: dict[str, Callable[[Question], list[Answer]]] = {
-    "attn.k=bf16": lambda q: list(attention.of([e5m2], "keys")[q.op.name](q)),
+    "attn.k=bf16": lambda q: list(attention.of([e5m2], "key")[q.op.name](q)),
     "attn.p=bf16": lambda q: list(attention.of([e5m2])[q.op.name](q)),
     "attn.p=fp8": lambda q: list(attention.of([lambda p: (p * 4).ceil() / 4])[q.op.name](q)),
+    "attn.q=fp8_block": lambda q: list(attention.of([e2m1_blocks], "query")[q.op.name](q)),
+    "attn.dots=fp8_sum": lambda q: list(
+        attention.of([partial(attention.cut_product, bits=7)], "product")[q.op.name](q)
+    ),
     "kda.state=bf16": lambda q: list(recurrence.of(coarse_state)[q.op.name](q)),
     "kda.chunk=bf16": lambda q: list(
         recurrence.of(partial(chunked.kda_prefill, dtype=F64, narrow=e5m2))[q.op.name](q)
@@ -102,7 +106,12 @@ def coarse_state(spec, q, k, v, raw_g, raw_beta, A_log, dt_bias, state, *rest, *
 
 
 CASES = [
-    *((case, name) for name in ("attn.p=bf16", "attn.p=fp8") for case in OF_ATTENTION),
+    *(
+        (case, name)
+        for name in NUMERICS
+        if name.startswith("attn.") and name != "attn.k=bf16"
+        for case in OF_ATTENTION
+    ),
     ("sparse_mla/edges/scales-of-another-writer", "attn.k=bf16"),
     ("indexer_logits/heads8", "logits=fp8_sum"),
     *((case, name) for name in ("kda.state=bf16", "kda.chunk=bf16") for case in OF_RECURRENCE),
@@ -138,6 +147,8 @@ def test_who_rounds_more_than_declared_fails(case_id: str, name: str) -> None:
     [
         ("sparse_mla/float32-out/no-lse/page16", "attn.p=bf16"),
         ("sparse_mla/float32-out/no-lse/page16", "attn.p=fp8"),
+        ("sparse_mla/float32-out/no-lse/page16", "attn.q=fp8_block"),
+        ("sparse_mla/float32-out/no-lse/page16", "attn.dots=fp8_sum"),
         ("kda_decode/odd/rows6", "kda.state=bf16"),
         ("kda_prefill/odd/ragged", "kda.chunk=bf16"),
         ("moe_experts/small/rows9", "moe.act=mxfp8"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,17 @@ def test_a_composition_is_another_one_where_the_sources_of_a_part_changed(
         schedule, "source_hash", lambda of, i: hashed(of, i) + ("changed" if i.operator == changed else "")
     )
     assert (schedule.on_record(whole, loaded) == before) is same
+
+
+def test_a_composition_is_the_same_where_another_that_was_never_run_could_be_named() -> None:
+    loaded = plugins.registry("reference").get("reference")
+    whole = next(i for i in candidates(loaded, "dsa_decode") if i.name == composed.NAME)
+    part = next(i for i in loaded.implementations if i.operator == "sparse_mla")
+    before, kept = schedule.on_record(whole, loaded), loaded.implementations
+    for reason, same in (("no such device was here", True), ("", False)):
+        more = dataclasses.replace(part, name="other", not_run=reason)
+        with_more = dataclasses.replace(loaded, implementations=(*kept, more))
+        assert (schedule.on_record(whole, with_more) == before) is same
 
 
 def test_fewer_repeats_than_this_run_makes_prove_nothing_for_it(first: Report) -> None:

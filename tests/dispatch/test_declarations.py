@@ -98,8 +98,8 @@ GOOD, COVERED = implementation(), capability()
         (
             changed(GOOD, numerics=("attn.p=fp16",)),
             "numerics: unknown 'attn.p=fp16'; did you mean 'attn.p=bf16'? Possible: attn.k=bf16, attn.p=bf16, "
-            "attn.p=fp8, kda.state=bf16, kda.chunk=bf16, logits=bf16, logits=fp8_sum, moe.act=mxfp8, "
-            "moe.act=fp8_block, moe.act=fp8_tensor",
+            "attn.p=fp8, attn.q=fp8_block, attn.dots=fp8_sum, kda.state=bf16, kda.chunk=bf16, logits=bf16, "
+            "logits=fp8_sum, moe.act=mxfp8, moe.act=fp8_block, moe.act=fp8_tensor",
         ),
         (changed(GOOD, capabilities=()), "capabilities is empty; it covers nothing"),
         (

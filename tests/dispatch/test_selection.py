@@ -375,6 +375,19 @@ def test_rounding_beyond_the_contract_needs_the_spec_or_a_name(plugins):
     assert choose(implementation="acme.fast").full_name == "acme.fast"
 
 
+def test_what_was_never_run_is_reachable_by_name_only(plugins):
+    plugins.add("acme", implementation(numerics=("attn.p=bf16",), not_run="no Acme A2 was here"))
+    admitted = dataclasses.replace(SPEC, numerics=("attn.p=bf16",))
+    assert refused(ACME, admitted).endswith(
+        "\n  acme.fast: it was not run: no Acme A2 was here; it is reachable by name only"
+    )
+    for choice in (
+        choose(implementation="acme.fast"),
+        choose(Settings(ops=(("sparse_mla", "acme.fast"),))),
+    ):
+        assert choice.why.endswith("; it was not run: no Acme A2 was here")
+
+
 # ---- fallback ---------------------------------------------------------------------------------------------
 
 FALLBACK = Settings(fallback="reference")

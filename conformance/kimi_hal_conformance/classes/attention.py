@@ -1,4 +1,4 @@
-"""Probabilities or keys that are rounded before a product, in sparse attention and in the step that holds it."""
+"""What is rounded around a product, or in its sum, in sparse attention and in the step that holds it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from kimi_hal import formats
 from kimi_hal.formats import minifloat
 from kimi_hal.ops.sparse_mla import SparseMLASpec
 from kimi_hal.reference import composites, sparse_mla
+from kimi_hal_conformance.classes import experts, sums
 from kimi_hal_conformance.oracle import Answer, Question
 
 F64 = torch.float64
@@ -20,6 +21,7 @@ F64 = torch.float64
 #: in where on the grid of the narrow type a probability falls.
 FACTORS = (1.0, 1.2, 1.45, 1.7)
 Narrow = Callable[[Tensor], Tensor]
+Product = Callable[[Tensor, Tensor], Tensor]
 
 
 def bf16(p: Tensor, factor: float) -> Tensor:
@@ -55,8 +57,13 @@ def attended(
     *,
     narrow: Narrow = exact,
     key: Narrow = exact,
+    query: Narrow = exact,
+    product: Product = torch.matmul,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``sparse_mla`` in float64, probabilities narrowed for the value product alone, keys for both."""
+    """Return ``sparse_mla`` in float64, probabilities narrowed for the value product alone, keys for both.
+
+    ``query`` narrows the latent part of queries, ``product`` makes both products.
+    """
     out = q.new_zeros((q.shape[0], spec.num_heads, spec.kv_rank), dtype=F64)
     lse = q.new_full((q.shape[0], spec.num_heads), -torch.inf, dtype=F64)
     scale = spec.softmax_scale * (1.0 if q_scale is None else float(q_scale))
@@ -69,11 +76,13 @@ def attended(
         keys = formats.latent(spec.latent).read(cache, spec.page, chosen, k_scale, dtype=F64)
         if key is not exact:
             keys = key(keys * scales_narrowed(spec, cache, chosen, k_scale, key))
-        logits = q[row].to(F64) @ keys.T * scale
+        wide = q[row].to(F64)
+        wide = torch.cat((query(wide[:, : spec.kv_rank]), wide[:, spec.kv_rank :]), dim=1)
+        logits = product(wide, keys.T) * scale
         top = sparse_mla.finite_base(logits.amax(dim=1))
         weights = torch.exp(logits - top[:, None])
         total = weights.sum(dim=1)
-        values = narrow(weights) @ keys[:, : spec.kv_rank]
+        values = product(narrow(weights), keys[:, : spec.kv_rank])
         out[row] = values / sparse_mla.denominator(total)[:, None]
         lse[row] = sparse_mla.log_sum(logits.amax(dim=1), total)
     return out, lse if spec.return_lse else lse[:, :0]
@@ -93,30 +102,37 @@ def scales_narrowed(
 
 
 def of(
-    narrows: Sequence[Narrow], what: str = "probabilities"
+    ways: Sequence[Callable[..., Tensor]], what: str = "narrow"
 ) -> Mapping[str, Callable[[Question], Sequence[Answer]]]:
-    """Return the derivations of a class that narrows probabilities, or ``"keys"``, in one of these ways."""
-    ways = [(exact, narrow) if what == "keys" else (narrow, exact) for narrow in narrows]
+    """Return the derivations of a class that does one of these to ``what``, a keyword of ``attended``."""
     return {
-        "sparse_mla": lambda question: [_sparse_mla(question, *way) for way in ways],
-        "dsa_decode": lambda question: [_dsa_decode(question, *way) for way in ways],
+        "sparse_mla": lambda question: [_sparse_mla(question, **{what: way}) for way in ways],
+        "dsa_decode": lambda question: [_dsa_decode(question, **{what: way}) for way in ways],
     }
 
 
-def _sparse_mla(question: Question, narrow: Narrow, key: Narrow) -> Answer:
+def _sparse_mla(question: Question, **way: Any) -> Answer:
     spec: Any = question.spec
-    out, lse = attended(spec, **question.operands, narrow=narrow, key=key)
+    out, lse = attended(spec, **question.operands, **way)
     return Answer({"out": out, "lse_out": lse}, {})
 
 
-def _dsa_decode(question: Question, narrow: Narrow, key: Narrow) -> Answer:
+def _dsa_decode(question: Question, **way: Any) -> Answer:
     spec: Any = question.spec
     parts = dict(composites.reference_parts("dsa_decode", spec, F64, question.group))
-    parts["sparse_mla"] = partial(attended, spec.attn, narrow=narrow, key=key)
+    parts["sparse_mla"] = partial(attended, spec.attn, **way)
     group = question.group if spec.dcp.world > 1 else None
     out, lse = composites.compose_dsa_decode(spec, parts, group)(**question.operands)
     return Answer({"out": out, "lse_out": lse}, {})
 
 
+def cut_product(a: Tensor, b: Tensor, bits: int = sums.BITS) -> Tensor:
+    """Return ``a @ b`` with sums of few bits."""
+    return sums.cut_dots(a, b.T.contiguous(), bits)
+
+
 #: Keys rounded: there is one way.
-KEYS = of((partial(bf16, factor=1.0),), "keys")
+KEYS = of((partial(bf16, factor=1.0),), "key")
+#: Queries in blocks of 128, with the scale ``amax / 448``.
+QUERIES = of((experts.fp8_block,), "query")
+PRODUCTS = of((cut_product,), "product")
