@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from ctypes import c_void_p, string_at
+from dataclasses import replace
 from struct import unpack_from
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from kimi_hal.ops.indexer import IndexerTopKSpec, IndexQuerySpec
 from kimi_hal.ops.sparse_mla import SparseMLASpec
 from kimi_hal.ops.spec import Limits
 from kimi_hal_nvidia import decode, driver, quantize_query, scores, sizes, sparse_mla, streams, topk
+from kimi_hal_nvidia.attention_plan import FORMS, decode_configurations
 from kimi_hal_nvidia.decode_claims import DECODE
 
 INDEX, ROWS, CONTEXT = "index.mxfp4.page64", 2, 8192
@@ -49,9 +51,9 @@ class Driver(CountedChecks):
 
         return launch
 
-    def build(self) -> Callable[..., Any]:
+    def build(self, configuration: Any = None) -> Callable[..., Any]:
         context = self.context("dsa_decode", SPEC, LIMITS, SIZES, DECODE[0].capabilities[0])
-        return decode.build_dsa_decode(context)
+        return decode.build_dsa_decode(replace(context, configuration=configuration or {}))
 
 
 @pytest.fixture
@@ -117,6 +119,16 @@ def test_each_kernel_takes_what_the_one_before_wrote_and_begins_before_it_ends(f
     ]
     for (_, _, got), wanted in zip(faked.launched, expected(one), strict=True):
         assert got[: len(wanted)] == wanted
+
+
+def test_its_attention_is_cut_as_its_own_configuration_says(faked: Driver) -> None:
+    tried = decode_configurations(SPEC, LIMITS, "sm_90")
+    assert {"form": 4, "parts": 1} in tried
+    for way in tried:
+        faked.build(way)(**call())
+    names = [faked.launched[4 * i + 3][0] for i in range(len(tried))]
+    by_number = {form.number: form.name for form in FORMS}
+    assert [name.split("_")[1] for name in names] == [by_number[way["form"]] for way in tried]
 
 
 def test_the_third_call_of_one_layout_is_not_checked_and_launches_its_own_addresses(faked: Driver) -> None:
