@@ -126,8 +126,9 @@ def test_a_row_of_few_has_its_bits_by_itself_and_beside_any_number_of_others(
     """However many clusters share its latents; of an uncut row, more rows than there are multiprocessors."""
     cache, scale = cache_of(latent, 64)
     spec = SparseMLASpec(num_heads=12, latent=latent, topk=topk)
-    form, parts = cut(spec, Limits(max_rows=rows, max_reqs=rows), {"form": 5, "parts": parts})
-    attend = Attention(spec, form, parts, "sm_90", torch.cuda.current_device())
+    limits = Limits(max_rows=rows, max_reqs=rows)
+    way = cut(spec, limits, {"form": 5, "parts": parts})
+    attend = Attention(spec, limits, way, "sm_90", torch.cuda.current_device())
     q = torch.randn(rows, 12, 576, device=D).bfloat16()
     indices = torch.randint(-3, PAGES * 64, (rows, topk), device=D, dtype=torch.int32)
     out = torch.full((rows, 12, 512), math.nan, device=D, dtype=torch.bfloat16)

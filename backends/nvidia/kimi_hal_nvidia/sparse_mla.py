@@ -114,8 +114,8 @@ class Attention:
         self.stream = raw_stream(index)
         #: Where rows are not cut, blocks take rows and heads in turn; a cluster has one, and so has a block of ``few``.
         self.most = PROCESSORS * form.there if parts == 1 and not few else 1 << 30
-        #: Clusters that there is room for at once.
-        self.room = CLUSTERS[parts]
+        #: Clusters of ``few`` that there is room for at once.
+        self.room = CLUSTERS[parts] if few else 0
         world, interleave = spec.dcp.world, spec.dcp.interleave
         self.fixed = (
             *(spec.num_heads, parts, -(-tiles(spec) // parts), SPACES[spec.index_space], spec.dcp.rank),
