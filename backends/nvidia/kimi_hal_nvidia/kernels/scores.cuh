@@ -23,7 +23,11 @@ constexpr int REST = 16;        // one page of so many is dealt out to those who
 template <typename Element, int N, int GROUPS, int STAGES>
 struct Ring {
   static constexpr int PAGE_BYTES = PAGE * (Element::BYTES + 4);
-  static constexpr int STAGE_BYTES = (PAGE_BYTES + 127) / 128 * 128;
+  // Keys of 64 bytes stand in four parts, each 16 bytes further than it would: eight that are read together, two of each
+  // part, are in different banks then.
+  static constexpr int PARTS = Element::COLUMN == 128 ? 4 : 1, PART = PAGE / PARTS * Element::BYTES + (PARTS > 1 ? 16 : 0);
+  static constexpr int SCALES = PART * PARTS - (PARTS > 1 ? 16 : 0);  // where they stand behind the keys
+  static constexpr int STAGE_BYTES = (SCALES + PAGE * 4 + 127) / 128 * 128;
   static constexpr bool FP4 = Element::BYTES == 64;
   unsigned char columns[GROUPS][N * Element::COLUMN];  // at whole 1,024 bytes
   unsigned char stage[STAGES][STAGE_BYTES];
@@ -66,7 +70,7 @@ __device__ __forceinline__ u64 stay(bool once) {
   return once ? first : normal;
 }
 
-__device__ __forceinline__ void copy_page(void* to, const void* from, u32 bytes, u64* barrier, u64 policy) {
+__device__ __forceinline__ void copy_part(void* to, const void* from, u32 bytes, u64* barrier, u64 policy) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
           shared_address(to)),
@@ -90,7 +94,8 @@ struct Scorer {
   // Registers of a thread at the start, of those that copy, and of the others, which get what those give back.
   static constexpr int FEW = GROUPS < 4 ? 56 : 40, EACH = 65536 / THREADS / 8 * 8, MOST = (EACH * THREADS - FEW * 128) / (GROUPS * 128) / 8 * 8;
   using Memory = Ring<Element, N, GROUPS, STAGES>;
-  static constexpr bool HELD = N <= (GROUPED ? 32 : 64);  // weights stay in registers
+  static constexpr bool HELD = !GROUPED && N <= 64;  // weights stay in registers
+  static constexpr int TOGETHER = 2;  // groups of 32 numbers that are multiplied at once
   // Quarters of queries that a thread asks for at the start, of the only block of rows.
   static constexpr int EARLY = (N * 4 + GROUPS * 128 - 1) / (GROUPS * 128);
 
@@ -124,6 +129,12 @@ struct Scorer {
     u32 codes;
   };
 
+  // The key of a page that a warp has as one of its first or second eight rows of the tall operand.
+  static __device__ __forceinline__ u32 key_of(u32 row, u32 half) {
+    u32 part = warp() % 4;
+    return GROUPED ? row / 2 * 16 + part * 4 + half * 2 + row % 2 : part * 16 + half * 8 + row;
+  }
+
   // What a lane adds to a slot's places, computed once.
   struct Places {
     u32 keys, scales, columns, powers, power;
@@ -135,8 +146,9 @@ struct Scorer {
         keys = kept(stage + token * 64 + lane() % 4 * 16);
         scales = kept(stage + PAGE * 64 + token * 4 + lane() % 4);
       } else if constexpr (FP4) {
-        keys = kept(stage + (first + lane() % 8) * 64 + lane() / 8 * 16);
-        scales = kept(stage + PAGE * 64 + first * 4 + lane() * 2);
+        u32 key = key_of(lane() % 8, 0), scaled = key_of(lane() / 2 % 8, lane() / 16);
+        keys = kept(stage + key / 16 * Memory::PART + key % 16 * 64 + lane() / 8 * 16);
+        scales = kept(stage + Memory::SCALES + scaled * 4 + lane() % 2 * 2);
         powers = kept(shared_address(m.scales[warp()]) + lane() * 8);
         power = kept(shared_address(m.scales[warp()]) + lane() / 4 * 16);
       } else {
@@ -197,6 +209,7 @@ struct Scorer {
       m.keys[0][lane()] = keys;
       m.share = Share{0, 0, count};
     }
+    __syncwarp();
     tell();
     copy_pages(p.table + blockIdx.x, step, Unit{0, static_cast<int>(blockIdx.x), page}, 0, count, STAGES / 4);
   }
@@ -323,8 +336,14 @@ struct Scorer {
     bool present = unit.page >= 0 && unit.page < p.pages;
     m.unit[slot] = Unit{unit.row, unit.first * PAGE, present ? unit.page : -1};
     if (present) {
+      const unsigned char* from = p.cache + unit.page * p.cache_page;
       barrier_expect(&m.full[slot], Memory::PAGE_BYTES);
-      copy_page(m.stage[slot], p.cache + unit.page * p.cache_page, Memory::PAGE_BYTES, &m.full[slot], policy);
+#pragma unroll
+      for (int i = 0; i < Memory::PARTS; i++) {
+        constexpr int KEYS = PAGE / Memory::PARTS * Element::BYTES;
+        int bytes = KEYS + (i + 1 == Memory::PARTS ? PAGE * 4 : 0);
+        copy_part(m.stage[slot] + i * Memory::PART, from + i * KEYS, bytes, &m.full[slot], policy);
+      }
     } else {
       barrier_arrive(&m.full[slot]);
     }
@@ -446,12 +465,12 @@ struct Scorer {
   __device__ __forceinline__ void look_at(int group, int row, float (&held)[N / 4], Block& rows) const {
     int block = row / ROWS * ROWS, set = set_of(group);
     rows.first = row;
-    int place = warp() % 4 * 16 + lane() / 4 + lane() % 2 * 8, odd_row = ROWS == 1 ? 0 : lane() / 2 % 2;
+    int place = key_of(lane() / 4, lane() % 2), odd_row = ROWS == 1 ? 0 : lane() / 2 % 2;
     if constexpr (GROUPED) {
       int most = 0;
 #pragma unroll
       for (int r = 0; r < ROWS; r++) most = max(most, m.keys[set][r]);
-      rows.scaled = most - (warp() % 4 * 16 + lane() / 2);
+      rows.scaled = most - static_cast<int>(key_of(lane() / 2 % 8, lane() / 16));
     }
     rows.out = static_cast<char*>(p.out) + ((block + odd_row) * p.out_row + place) * (p.out_bf16 ? 2 : 4);
 #pragma unroll
@@ -714,7 +733,7 @@ struct Scorer {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       u32 word[4];
-      load_matrices(word, pointer_to(places.keys + stage + half * 512));
+      load_matrices(word, pointer_to(places.keys + stage + half * 128));
 #pragma unroll
       for (int g = 0; g < 4; g++) {
         a[g][half] = Fp4::even(word[g]);
@@ -722,21 +741,23 @@ struct Scorer {
       }
     }
     release(slot);
-    float d[4][4], all[4][4], sum[ROWS][2];
+    float d[TOGETHER][4][4], all[4][4], sum[ROWS][2];
 #pragma unroll
     for (int r = 0; r < ROWS; r++) sum[r][0] = sum[r][1] = 0.0f;
-    multiply_group(d, a[0], places.columns, 0, 0);
+    multiply_groups<TOGETHER>(d, a, places.columns, 0, 0);
     store_pair(places.powers, power_bits(codes), power_bits(codes >> 8));
     __syncwarp();
     uint4 low = load_vector(places.power), high = load_vector(places.power + 128);
     float of_low[4] = {__uint_as_float(low.x), __uint_as_float(low.y), __uint_as_float(low.z), __uint_as_float(low.w)};
     float of_high[4] = {__uint_as_float(high.x), __uint_as_float(high.y), __uint_as_float(high.z), __uint_as_float(high.w)};
 #pragma unroll
-    for (int i = 0; i < ALL; i++) {
+    for (int i = 0; i < ALL; i += TOGETHER) {
       multiplied<0>();
-      add_group(all, d, of_low[i % 4], of_high[i % 4], i % 4 == 0);
-      if (i + 1 < ALL) multiply_group(d, a[(i + 1) % 4], places.columns, (i + 1) / 4 * 32, (i + 1) % 4);
-      if (i % 4 == 3) {
+#pragma unroll
+      for (int k = 0; k < TOGETHER; k++) add_group(all, d[k], of_low[(i + k) % 4], of_high[(i + k) % 4], (i + k) % 4 == 0);
+      int next = i + TOGETHER;
+      if (next < ALL) multiply_groups<TOGETHER>(d, a, places.columns, next / 4 * 32, next % 4);
+      if (next % 4 == 0) {
 #pragma unroll
         for (int j = 0; j < 4; j += 2) {
           add_weighed(sum[i / 4 * 32 / HEADS], all[j], all[j + 1], weights_of(group, i / 4 * 4 + j, held));
@@ -861,7 +882,7 @@ struct Scorer {
     __syncwarp();  // behind what was stored before
 #pragma unroll 1
     for (int i = 0; i < 2 * ROWS; i++) {
-      int row = unit.row / ROWS * ROWS + i / 2, key = warp() % 4 * 16 + lane() / 4 + i % 2 * 8;
+      int row = unit.row / ROWS * ROWS + i / 2, key = key_of(lane() / 4, i % 2);
       bool mine = i % 2 ? plainly[1] : plainly[0];
       if (!__any_sync(EVERY, mine)) continue;
       float sum = add_plainly(page, key, row);
