@@ -725,6 +725,8 @@ struct Scorer {
     if (far || odd) store_plainly(group, unit, plainly);
   }
 
+  static constexpr u32 MOST_APART = 64;  // powers of two between a key's scales up to which groups are added by them
+
   // MXFP4 of few columns: each group of 32 numbers by itself, in e4m3, times 32 heads; groups are added up by their scales.
   __device__ __forceinline__ void score_groups(int group, int slot, const Places& places, const Block& rows,
                                                const Unit& unit, float (&held)[N / 4], bool odd) const {
@@ -745,7 +747,12 @@ struct Scorer {
 #pragma unroll
     for (int r = 0; r < ROWS; r++) sum[r][0] = sum[r][1] = 0.0f;
     multiply_groups<TOGETHER>(d, a, places.columns, 0, 0);
-    store_pair(places.powers, power_bits(codes), power_bits(codes >> 8));
+    // Groups are added relative to a key's first, whose scale is multiplied with at the end: sums of floats do not change
+    // by powers of two. Exponents are a float's.
+    u32 first = codes & 255, other = 127 - __shfl_sync(EVERY, first, lane() & 30);
+    u32 relative[2] = {first + other, (codes >> 8) + other};
+    bool far = max(relative[0] - (127 - MOST_APART), relative[1] - (127 - MOST_APART)) > 2 * MOST_APART;
+    store_pair(places.powers, lane() % 2 ? relative[0] << 23 : power_bits(first), relative[1] << 23);
     __syncwarp();
     uint4 low = load_vector(places.power), high = load_vector(places.power + 128);
     float of_low[4] = {__uint_as_float(low.x), __uint_as_float(low.y), __uint_as_float(low.z), __uint_as_float(low.w)};
@@ -764,16 +771,16 @@ struct Scorer {
         }
       }
     }
-    store<0, ROWS>(rows, unit, sum, 1.0f);
-    u32 large = __ballot_sync(EVERY, (codes & codes << 1 & 0x8080) && unit.first < rows.scaled);
-    if (large || odd) {  // 2^65 and above, and NaN
+    store<0, ROWS>(rows, unit, sum, lane() % 2 ? of_high[0] : of_low[0]);
+    u32 large = __ballot_sync(EVERY, (far || (codes & codes << 1 & 0x8080)) && unit.first < rows.scaled);
+    if (large || odd) {  // too far apart, 2^65 and above, and NaN
       bool plainly[2] = {odd || large >> lane() / 4 * 2 & 3, odd || large >> (lane() / 4 * 2 + 16) & 3};
       store_plainly(group, unit, plainly);
     }
   }
 
   // A power of two of a code below 255, as a float's bits.
-  static __device__ __forceinline__ u32 power_bits(u32 code) { return max(code << 23 & 0x7f800000u, 0x00400000u); }
+  static __device__ __forceinline__ u32 power_bits(u32 code) { return max(code << 23, 0x00400000u); }
 
   static __device__ __forceinline__ void add_group(float (&all)[4][4], const float (&d)[4][4], float low, float high,
                                                    bool first) {
@@ -781,8 +788,7 @@ struct Scorer {
     for (int j = 0; j < 4; j++) {
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        float by = i < 2 ? low : high;
-        all[j][i] = first ? d[j][i] * by : fmaf(d[j][i], by, all[j][i]);
+        all[j][i] = first ? d[j][i] : fmaf(d[j][i], i < 2 ? low : high, all[j][i]);
       }
     }
   }
