@@ -75,8 +75,12 @@ __device__ __forceinline__ u32 byte_offset(u32 n, u32 k) { return n * 128 + (k /
 // Begins d[i] = a[g + i] · 32 columns from `first` on, over GROUPS groups of 32 e4m3 numbers from `g` on. Columns are known
 // by `address_of_columns`.
 template <int GROUPS>
-__device__ __forceinline__ void multiply_groups(float (&d)[GROUPS][4][4], const u32 (&a)[4][4], u32 columns, int first, int g) {
+__device__ __forceinline__ void multiply_groups(float (&d)[GROUPS][4][4], u32 (&a)[4][4], u32 columns, int first, int g) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#pragma unroll
+  for (int i = 0; i < GROUPS; i++) {  // all are there before the first begins, or the compiler waits for each product
+    asm volatile("" : "+r"(a[g + i][0]), "+r"(a[g + i][1]), "+r"(a[g + i][2]), "+r"(a[g + i][3]));
+  }
   products_begin();
 #pragma unroll
   for (int i = 0; i < GROUPS; i++) product_of_bytes(d[i], a[g + i], columns + first * 8 + (g + i) * 2, 0);

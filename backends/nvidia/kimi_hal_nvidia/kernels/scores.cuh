@@ -271,14 +271,17 @@ struct Scorer {
     int left = count - fourth, number = fourth, batch = STAGES / 4;
 #pragma unroll 1
     while (left > 0) {
-      own += 128;
-      Unit next = own < count ? find(now + own) : Unit{0, 0, -1};
+      Unit next;
 #pragma unroll 1
       for (int i = 0; i < 32 && 4 * i < left; i += batch, batch = 1) {
         int row = __shfl_sync(EVERY, mine.row, min(i + batch, (left + 3) / 4) - 1);
         if (row != near) touch_queries(near = row);
         if (lane() - i < batch && 4 * lane() < left) fill(number + 4 * lane(), mine, policy);
         __syncwarp();
+        if (i == 0) {  // once pages are on their way
+          own += 128;
+          next = own < count ? find(now + own) : Unit{0, 0, -1};
+        }
       }
       number += 4 * min(32, (left + 3) / 4);
       left -= 128;
