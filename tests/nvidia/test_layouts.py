@@ -248,9 +248,10 @@ def test_a_call_behind_one_whose_numbers_failed_writes_its_own(
         raise RuntimeError("no numbers")
 
     tell = Parameters.tell
-    with monkeypatch.context() as broken, pytest.raises(RuntimeError, match="no numbers"):
-        broken.setattr(Parameters, "tell", fail)
+    monkeypatch.setattr(Parameters, "tell", fail)
+    with pytest.raises(RuntimeError, match="no numbers"):
         run(**small)
+    monkeypatch.setattr(Parameters, "tell", tell)
     launched = len(faked.rows)
     run(**large)
     assert faked.rows[launched:] == faked.rows[:launched]

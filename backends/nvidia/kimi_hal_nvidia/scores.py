@@ -104,8 +104,8 @@ class Tickets:
     """Words by which the blocks of a launch share what is left: each stream and each captured launch has its own.
 
     Launches of a stream follow each other, and so do those of a captured one; others may overlap. Where there are no
-    more words, shares are fixed: so it is from the 8,192nd captured launch of a plan on, since a graph keeps its words as
-    long as the plan lives, and on the default stream of each thread, whose handle is the same for all.
+    more words, shares are fixed: so it is from some 8,000 captured launches of a plan on, which keep theirs as long as
+    the plan lives, and on the default stream of each thread, whose handle is the same for all.
 
     Args:
         words: zeros, ``sizes.TICKETS`` bytes that nobody else writes; None: there are none.
