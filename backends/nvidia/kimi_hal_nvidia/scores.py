@@ -82,11 +82,11 @@ class Ring:
 
 
 RINGS = (
-    Ring(32, 1, {"fp8": (4, 20), "fp4": (4, 20)}),
-    Ring(32, 2, {"fp8": (4, 16), "fp4": (4, 20)}),
+    Ring(32, 1, {"fp8": (4, 20), "fp4": (5, 20)}),
+    Ring(32, 2, {"fp8": (4, 16), "fp4": (5, 20)}),
     Ring(32, 4, {"fp8": (2, 16), "fp4": (3, 24)}),
     Ring(32, 8, {"fp8": (2, 8), "fp4": (2, 20)}),
-    Ring(64, 1, {"fp8": (4, 16), "fp4": (4, 20)}),
+    Ring(64, 1, {"fp8": (4, 16), "fp4": (5, 20)}),
     Ring(64, 4, {"fp8": (2, 8), "fp4": (2, 20)}),
 )
 
@@ -254,7 +254,7 @@ class Scorer:
         kind = self.ring.kind(q.shape[0], table.shape[0])
         kind = kind if kind in self.launches else "many"
         self.launch = self.launches[kind]
-        self.dealt = kind == "some" and room >= DEALT * self.ring.rows
+        self.dealt = kind == "some" and room >= DEALT
         self.parameters.tell(
             *q.stride()[:2],
             *q_scale.stride()[:2],

@@ -72,35 +72,23 @@ __device__ __forceinline__ u32 address_of_columns(const void* p) { return shared
 // Where byte k of column n stands: 128 bytes a column, swizzled by 16.
 __device__ __forceinline__ u32 byte_offset(u32 n, u32 k) { return n * 128 + (k / 16 ^ n % 8) * 16 + k % 16; }
 
-// Begins d[i] = a[g + i] · 32 columns from `first` on, over GROUPS groups of 32 e4m3 numbers from `g` on. Columns are known
-// by `address_of_columns`.
-template <int GROUPS>
-__device__ __forceinline__ void multiply_groups(float (&d)[GROUPS][4][4], u32 (&a)[4][4], u32 columns, int first, int g) {
+// Begins d = a · 32 columns from `first` on, over group `g` of 32 e4m3 numbers. Columns are known by `address_of_columns`.
+__device__ __forceinline__ void multiply_group(float (&d)[4][4], const u32 (&a)[4], u32 columns, int first, int g) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#pragma unroll
-  for (int i = 0; i < GROUPS; i++) {  // all are there before the first begins, or the compiler waits for each product
-    asm volatile("" : "+r"(a[g + i][0]), "+r"(a[g + i][1]), "+r"(a[g + i][2]), "+r"(a[g + i][3]));
-  }
   products_begin();
-#pragma unroll
-  for (int i = 0; i < GROUPS; i++) product_of_bytes(d[i], a[g + i], columns + first * 8 + (g + i) * 2, 0);
+  product_of_bytes(d, a, columns + first * 8 + g * 2, 0);
   products_commit();
 #else
 #pragma unroll
-  for (int i = 0; i < GROUPS; i++) {
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      u32 n = first + 8 * j + lane() / 4, k = 32 * (g + i) + lane() % 4 * 4;
-      u32 low = load_word(columns + byte_offset(n, k)), high = load_word(columns + byte_offset(n, k + 16));
-      float(&to)[4] = d[i][j];
-      const u32(&from)[4] = a[g + i];
-      to[0] = to[1] = to[2] = to[3] = 0.0f;
-      asm volatile(
-          "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-          "{%0, %1, %2, %3};"
-          : "+f"(to[0]), "+f"(to[1]), "+f"(to[2]), "+f"(to[3])
-          : "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3]), "r"(low), "r"(high));
-    }
+  for (int j = 0; j < 4; j++) {
+    u32 n = first + 8 * j + lane() / 4, k = 32 * g + lane() % 4 * 4;
+    u32 low = load_word(columns + byte_offset(n, k)), high = load_word(columns + byte_offset(n, k + 16));
+    d[j][0] = d[j][1] = d[j][2] = d[j][3] = 0.0f;
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(low), "r"(high));
   }
 #endif
 }

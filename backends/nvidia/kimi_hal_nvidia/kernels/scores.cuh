@@ -95,7 +95,6 @@ struct Scorer {
   static constexpr int FEW = GROUPS < 4 ? 56 : 40, EACH = 65536 / THREADS / 8 * 8, MOST = (EACH * THREADS - FEW * 128) / (GROUPS * 128) / 8 * 8;
   using Memory = Ring<Element, N, GROUPS, STAGES>;
   static constexpr bool HELD = !GROUPED && N <= 64;  // weights stay in registers
-  static constexpr int TOGETHER = 2;  // groups of 32 numbers that are multiplied at once
   // Quarters of queries that a thread asks for at the start, of the only block of rows.
   static constexpr int EARLY = (N * 4 + GROUPS * 128 - 1) / (GROUPS * 128);
 
@@ -746,10 +745,10 @@ struct Scorer {
       }
     }
     release(slot);
-    float d[TOGETHER][4][4], all[4][4], sum[ROWS][2];
+    float d[4][4], all[4][4], sum[ROWS][2];
 #pragma unroll
     for (int r = 0; r < ROWS; r++) sum[r][0] = sum[r][1] = 0.0f;
-    multiply_groups<TOGETHER>(d, a, places.columns, 0, 0);
+    multiply_group(d, a[0], places.columns, 0, 0);
     // Groups are added relative to a key's first, whose scale is multiplied with at the end: sums of floats do not change
     // by powers of two. Exponents are a float's.
     u32 first = codes & 255, other = 127 - __shfl_sync(EVERY, first, lane() & 30);
@@ -761,12 +760,11 @@ struct Scorer {
     float of_low[4] = {__uint_as_float(low.x), __uint_as_float(low.y), __uint_as_float(low.z), __uint_as_float(low.w)};
     float of_high[4] = {__uint_as_float(high.x), __uint_as_float(high.y), __uint_as_float(high.z), __uint_as_float(high.w)};
 #pragma unroll
-    for (int i = 0; i < ALL; i += TOGETHER) {
+    for (int i = 0; i < ALL; i++) {
       multiplied<0>();
-#pragma unroll
-      for (int k = 0; k < TOGETHER; k++) add_group(all, d[k], of_low[(i + k) % 4], of_high[(i + k) % 4], (i + k) % 4 == 0);
-      int next = i + TOGETHER;
-      if (next < ALL) multiply_groups<TOGETHER>(d, a, places.columns, next / 4 * 32, next % 4);
+      add_group(all, d, of_low[i % 4], of_high[i % 4], i % 4 == 0);
+      int next = i + 1;
+      if (next < ALL) multiply_group(d, a[next % 4], places.columns, next / 4 * 32, next % 4);
       if (next % 4 == 0) {
 #pragma unroll
         for (int j = 0; j < 4; j += 2) {
