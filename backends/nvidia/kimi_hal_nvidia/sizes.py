@@ -12,8 +12,8 @@ from kimi_hal.ops.spec import Limits
 from kimi_hal.triton.sizes import SCORES, SELECT_ROWS
 
 #: Bytes by which the blocks of one launch of scores share what is left, and those of all launches that may overlap.
-TICKET = 16
-TICKETS = 1024 * TICKET
+TICKET = 8
+TICKETS = 8192 * TICKET
 
 
 def indexer_logits(spec: IndexerSpec, limits: Limits, arch: str) -> Sizes:

@@ -169,6 +169,7 @@ class Selector:
         )
         with self.parameters.lock:
             if facts != self.facts:
+                self.facts = ()  # of nothing, should it fail
                 self.layout.forget()
                 self.learn(scores, row_len, row_start, out, scores_out, table, row_req, pages)
                 self.facts = facts
