@@ -16,14 +16,18 @@ PASSED = (
     ),
 )
 #: For many rows of a request the fastest of those that round so; for few rows it multiplies more than there is.
-SUMMED = (
-    Preference(rank=-20),
-    Preference(
-        rank=1,
-        limits={"rows_per_req": Range(16, 1 << 20)},
-        measured="benchmarks/results/h200/fp8_sum.json; benchmarks/results/h200_conformance_nvidia.json",
+MANY = {"rows_per_req": Range(16, 1 << 20)}
+SUMMED = {
+    "indexer_logits": (
+        Preference(rank=-20),
+        Preference(
+            rank=1,
+            limits=MANY,
+            measured="benchmarks/results/h200/fp8_sum.json; benchmarks/results/h200_conformance_nvidia.json",
+        ),
     ),
-)
+    "indexer_topk": BY_NAME,
+}
 #: Compiled code of CUDA 13 needs its driver.
 REQUIRES = {"nvidia-driver": ">=580"}
 #: Pages are copied as they are, in pieces of 16 bytes.
@@ -113,28 +117,32 @@ def _implementation(operator: str, name: str, arch: tuple[str, ...], execution: 
     )
 
 
-#: FP8 keys by FP8 products, which Hopper adds with 13 fraction bits: where a Spec admits that.
-FP8_SUM = Implementation(
-    operator="indexer_logits",
-    name="cuda_fp8_sum",
-    build="kimi_hal_nvidia.fp8_sum:build_indexer_logits",
-    capabilities=(
-        Capability(
-            arch=("sm_90",),
-            spec=SCORED | {"index": OneOf(FP8)},
-            tensors=OPERANDS,
-            properties=ROW,
-            requires=REQUIRES,
+def _summed(operator: str) -> Implementation:
+    """Return FP8 keys by FP8 products, which Hopper adds with 13 fraction bits: where a Spec admits that."""
+    return Implementation(
+        operator=operator,
+        name="cuda_fp8_sum",
+        build=f"kimi_hal_nvidia.fp8_sum:build_{operator}",
+        capabilities=(
+            Capability(
+                arch=("sm_90",),
+                spec=SPECS[operator] | {"index": OneOf(FP8)},
+                tensors=OPERANDS,
+                properties=ROW,
+                requires=REQUIRES,
+            ),
         ),
-    ),
-    preferences=SUMMED,
-    numerics=("logits=fp8_sum",),
-    source=SOURCE,
-    compile="kimi_hal_nvidia.indexer_kernels:fp8_sum",
-)
+        preferences=SUMMED[operator],
+        numerics=("logits=fp8_sum",),
+        size=f"kimi_hal_nvidia.sizes:{operator}" if operator == "indexer_topk" else None,
+        source=SOURCE,
+        compile=f"kimi_hal_nvidia.indexer_kernels:{operator}_by_sums",
+    )
+
+
 #: Blackwell's code is looked at and never run: nothing can plan it.
 INDEXER = (
-    FP8_SUM,
+    *(_summed(operator) for operator in SUMMED),
     *(_implementation(operator, "cuda", ("sm_90",), "native") for operator in SPECS),
     *(
         _implementation(operator, "cuda_blackwell", ("sm_100", "sm_103"), "compile_only")
