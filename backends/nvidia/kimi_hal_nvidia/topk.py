@@ -22,11 +22,11 @@ from kimi_hal_nvidia.streams import device_index, on_device, raw_stream
 ADDRESSES, NUMBERS = 7, "7q 12i"
 #: Source, threads and bytes of shared memory of a block, by form.
 FORMS = {
-    "short": ("topk_short", 512, 58016),
-    "middle": ("topk_whole", 512, 90784),
-    "whole": ("topk_whole", 1024, 156320),
-    "team": ("topk_team", 512, 123488),
-    "large_team": ("topk_team", 1024, 156256),
+    "short": ("topk_short", 512, 60064),
+    "middle": ("topk_whole", 512, 92832),
+    "whole": ("topk_whole", 1024, 160416),
+    "team": ("topk_team", 512, 123504),
+    "large_team": ("topk_team", 1024, 156272),
     "wide": ("topk_wide", 512, 176752),
     "many": ("topk_many", 512, 103072),
 }
