@@ -15,19 +15,17 @@ PASSED = (
         measured="benchmarks/results/h200/summary.json; benchmarks/results/h200_conformance_nvidia.json",
     ),
 )
-#: For many rows of a request the fastest of those that round so; for few rows it multiplies more than there is.
-MANY = {"rows_per_req": Range(16, 1 << 20)}
-SUMMED = {
-    "indexer_logits": (
-        Preference(rank=-20),
-        Preference(
-            rank=1,
-            limits=MANY,
-            measured="benchmarks/results/h200/fp8_sum.json; benchmarks/results/h200_conformance_nvidia.json",
-        ),
+#: From so many rows of a request on it is the fastest of those that round so, be the context as short as it may. With
+#: fewer it multiplies more than there is, which pays where there are many requests or keys: tables of measurements say.
+MANY = {"rows_per_req": Range(24, 1 << 20)}
+SUMMED = (
+    Preference(rank=-20),
+    Preference(
+        rank=1,
+        limits=MANY,
+        measured="benchmarks/results/h200/fp8_sum.json; benchmarks/results/h200_conformance_nvidia.json",
     ),
-    "indexer_topk": BY_NAME,
-}
+)
 #: Compiled code of CUDA 13 needs its driver.
 REQUIRES = {"nvidia-driver": ">=580"}
 #: Pages are copied as they are, in pieces of 16 bytes.
@@ -132,7 +130,7 @@ def _summed(operator: str) -> Implementation:
                 requires=REQUIRES,
             ),
         ),
-        preferences=SUMMED[operator],
+        preferences=SUMMED,
         numerics=("logits=fp8_sum",),
         size=f"kimi_hal_nvidia.sizes:{operator}" if operator == "indexer_topk" else None,
         source=SOURCE,
@@ -142,7 +140,7 @@ def _summed(operator: str) -> Implementation:
 
 #: Blackwell's code is looked at and never run: nothing can plan it.
 INDEXER = (
-    *(_summed(operator) for operator in SUMMED),
+    *(_summed(operator) for operator in SCORING),
     *(_implementation(operator, "cuda", ("sm_90",), "native") for operator in SPECS),
     *(
         _implementation(operator, "cuda_blackwell", ("sm_100", "sm_103"), "compile_only")
