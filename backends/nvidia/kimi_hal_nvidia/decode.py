@@ -20,7 +20,7 @@ from kimi_hal_nvidia.attention_plan import cut
 from kimi_hal_nvidia.indexer import Searcher
 from kimi_hal_nvidia.layouts import Layout
 from kimi_hal_nvidia.quantize_query import Quantizer
-from kimi_hal_nvidia.scores import Operands
+from kimi_hal_nvidia.scores import Operands, Scorer
 from kimi_hal_nvidia.sizes import Held
 from kimi_hal_nvidia.sparse_mla import Attention
 from kimi_hal_nvidia.streams import device_index, on_device
@@ -59,9 +59,8 @@ class Decoder:
         query, indexer = spec.query, spec.indexer
         limits = part_specs("dsa_decode", spec, ctx.limits)["indexer_topk"].limits
         self.quantize = Quantizer(query, ctx.arch, index)
-        self.search = Searcher(
-            replace(ctx, operator="indexer_topk", spec=indexer, limits=limits), follows=True
-        )
+        search = replace(ctx, operator="indexer_topk", spec=indexer, limits=limits)
+        self.search = Searcher(search, Scorer(search, follows=True))
         form, pieces = cut(spec.attn, ctx.limits, attention_configuration(ctx))
         self.attend = Attention(spec.attn, form, pieces, ctx.arch, index, follows=True)
         self.held, self.size = Held.of(spec, ctx.limits), ctx.sizes.workspace
