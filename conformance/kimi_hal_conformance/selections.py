@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,13 +15,20 @@ from kimi_hal.ops.topk_merge import TopKSpec
 from kimi_hal.parallel import ownership
 from kimi_hal.reference import selection
 from kimi_hal.reference.topk_merge import topk_select
-from kimi_hal_conformance.budget import ACCUMULATION_MAX, ROUNDING_MAX, compare, compare_exact, wrong
+from kimi_hal_conformance.budget import (
+    ACCUMULATION_MAX,
+    INNER_MAX,
+    NO_CLASSES,
+    ROUNDING_MAX,
+    Classes,
+    compare,
+    compare_exact,
+    wrong,
+)
+from kimi_hal_conformance.classes import derived
 from kimi_hal_conformance.oracle import Question, answer
 from kimi_hal_conformance.trial import Trial
 from kimi_hal_conformance.verdict import Measure
-
-#: The class by which scores are rounded to bfloat16 although the Spec says float32.
-NARROW = "logits=bf16"
 
 
 def local_lengths(trial: Trial, width: int) -> Tensor:
@@ -130,28 +137,34 @@ def by_scores(trial: Trial) -> Iterator[Measure]:
     lengths = local_lengths(trial, exact.shape[1])
     positions = as_positions(trial, got["out"])
     yield front_compacted("out", got["out"])
-    narrow = torch.bfloat16 if NARROW in trial.declared.numerics else getattr(torch, spec.score)
-    slack = score_slack(narrow, exact, reference, lengths)
+    classes = score_classes(trial)
+    slack = score_slack(getattr(torch, spec.score), exact, reference, lengths, classes)
     paged = with_page(trial, exact.shape[1])
     for problem in unfair(spec, positions, exact, lengths, slack, paged):
         yield wrong("out", problem, exact=True)
     if spec.return_selected:
         at = positions.clamp(0, exact.shape[1] - 1).long()
-        chosen = [t.gather(1, at).where(positions >= 0, -torch.inf) for t in (exact, reference)]
-        yield compare(
-            "scores_out", got["scores_out"], chosen[0], chosen[1], classes=_narrowed(trial, chosen[0])
+        x, theirs, *ways = (
+            t.gather(1, at).where(positions >= 0, -torch.inf) for t in (exact, reference, *every(classes))
         )
-    yield from _by_own_scores(trial, positions, exact, reference, lengths, paged)
+        yield compare("scores_out", got["scores_out"], x, theirs, classes=_regrouped(classes, ways))
+    yield from _by_own_scores(trial, positions, exact, reference, lengths, paged, classes)
 
 
 def _by_own_scores(
-    trial: Trial, positions: Tensor, exact: Tensor, reference: Tensor, lengths: Tensor, paged: Tensor
+    trial: Trial,
+    positions: Tensor,
+    exact: Tensor,
+    reference: Tensor,
+    lengths: Tensor,
+    paged: Tensor,
+    classes: Classes,
 ) -> Iterator[Measure]:
     """Hold all scores to their budget, and the selection to what it must be on them."""
     own, spec = trial.got.outputs["all_scores_out"], trial.spec
     keys = torch.arange(exact.shape[1]) < lengths[:, None]
-    mine, x, theirs = (t.where(keys, 0.0) for t in (own, exact, reference))
-    yield compare("all_scores_out", mine, x, theirs, classes=_narrowed(trial, x))
+    mine, x, theirs, *ways = (t.where(keys, 0.0) for t in (own, exact, reference, *every(classes)))
+    yield compare("all_scores_out", mine, x, theirs, classes=_regrouped(classes, ways))
     select = TopKSpec(topk=spec.topk, score=spec.score, scores_dtype=spec.score, ordered=spec.ordered)
     expected = emitted(topk_select(select, own, lengths.int())[0], paged)
     if trial.declared.tie_rule == "contract":
@@ -161,29 +174,50 @@ def _by_own_scores(
     yield compare_exact("scores of out", *(c.sort(dim=1).values for c in chosen))
 
 
-def _narrowed(trial: Trial, exact: Tensor) -> dict[str, list[Tensor]]:
-    """Return scores as the class that rounds them to bfloat16 has them, where it is declared."""
-    if NARROW not in trial.declared.numerics:
-        return {}
-    return {NARROW: [exact.float().to(torch.bfloat16).double()]}
+def score_classes(trial: Trial) -> Classes:
+    """Return all scores with the roundings of each declared class made, in each way that there is."""
+    found = derived(scores_of(trial.question), trial.declared.numerics)
+    return {name: [way.outputs["out"] for way in ways] for name, ways in found.items()}
+
+
+def every(classes: Classes) -> list[Tensor]:
+    """Return the scores of all classes, one way after another."""
+    return [way for ways in classes.values() for way in ways]
+
+
+def _regrouped(classes: Classes, ways: Sequence[Tensor]) -> Classes:
+    """Return what was made of ``every`` way, class by class again."""
+    left = iter(ways)
+    return {name: [next(left) for _ in own] for name, own in classes.items()}
+
+
+def scores_of(question: Question) -> Question:
+    """Return the call of ``indexer_logits`` that computes the scores inside a fused selection."""
+    fields = {f.name: getattr(question.spec, f.name) for f in dataclasses.fields(IndexerSpec)}
+    return dataclasses.replace(question, op=ops.get("indexer_logits"), spec=IndexerSpec(**fields))
 
 
 def all_scores(trial: Trial, dtype: torch.dtype) -> Tensor:
     """Return the reference's score of every key of every row, unrounded."""
-    fields = {f.name: getattr(trial.spec, f.name) for f in dataclasses.fields(IndexerSpec)}
-    question = dataclasses.replace(trial.question, op=ops.get("indexer_logits"), spec=IndexerSpec(**fields))
-    scores: Tensor = answer(question, dtype).outputs["out"]
+    scores: Tensor = answer(scores_of(trial.question), dtype).outputs["out"]
     return scores
 
 
-def score_slack(score: torch.dtype, exact: Tensor, reference: Tensor, lengths: Tensor) -> float:
+def score_slack(
+    score: torch.dtype, exact: Tensor, reference: Tensor, lengths: Tensor, classes: Classes = NO_CLASSES
+) -> float:
     """Return how much worse than one left out a selected score may be: the budget of a score, twice rounded."""
     keys = (torch.arange(exact.shape[1]) < lengths[:, None]) & exact.isfinite()
     if not bool(keys.any()):
         return 0.0
-    rounding = (exact.to(score).double() - exact)[keys].abs().max()
-    drift = (reference.double() - exact)[keys].abs().max()
-    return float(ROUNDING_MAX * rounding + ACCUMULATION_MAX * drift)
+    rounding, drift = (largest(t, exact, keys) for t in (exact.to(score), reference))
+    costs = (max(largest(way, exact, keys) for way in ways) for ways in classes.values() if ways)
+    return ROUNDING_MAX * rounding + ACCUMULATION_MAX * drift + INNER_MAX * sum(costs)
+
+
+def largest(approximate: Tensor, exact: Tensor, keys: Tensor) -> float:
+    """Return the largest error over some keys."""
+    return float((approximate.double() - exact)[keys].abs().max())
 
 
 def unfair(

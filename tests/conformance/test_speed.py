@@ -6,12 +6,16 @@ import pytest
 import torch
 
 from kimi_hal.dispatch.device import HostDevice
+from kimi_hal.ops import check
+from kimi_hal.ops.composites import DSASpec
+from kimi_hal.ops.indexer import IndexerTopKSpec, IndexQuerySpec
 from kimi_hal.ops.kda import KDASpec
 from kimi_hal.ops.sparse_mla import MergeSpec, SparseMLASpec
 from kimi_hal_conformance.calls import Subject
 from kimi_hal_conformance.speed import roofline, shapes, timing
 from kimi_hal_conformance.speed.floors import FLOORS, Work
 
+INDEX = "index.fp8.e4m3fn.pow2.page64"
 SUBJECT = Subject("reference.torch", "cpu", HostDevice())
 
 
@@ -53,6 +57,35 @@ def test_scores_read_the_keys_of_a_request_once() -> None:
     keys = shapes.REQUESTS * shapes.CONTEXT * 132
     assert 0 < found.bytes - keys < 2_000_000
     assert found.operations == 2 * shapes.ROWS * shapes.CONTEXT * 32 * 128
+
+
+def test_a_sparse_decode_reads_the_keys_of_a_request_once_and_its_best_latents() -> None:
+    spec = DSASpec(
+        query=IndexQuerySpec(index=INDEX, num_heads=2),
+        indexer=IndexerTopKSpec(index=INDEX, num_heads=2, topk=5),
+        attn=SparseMLASpec(num_heads=3, latent="latent.nvfp4.352", topk=5, index_space="position"),
+    )
+    operands = {
+        "q": torch.zeros(4, 3, 576, dtype=torch.bfloat16),
+        "index_q": torch.zeros(4, 2, 128, dtype=torch.bfloat16),
+        "index_w": torch.zeros(4, 2),
+        "row_req": torch.tensor([0, 0, 1, 2], dtype=torch.int32),
+        "row_len": torch.tensor([9, 10, 3, -1], dtype=torch.int32),
+    }
+    outs = {"out": torch.zeros(4, 3, 512, dtype=torch.bfloat16)}
+    own = 4 * (3 * 576 * 2 + 2 * 128 * 2 + 2 * 4 + 4 + 4 + 3 * 512 * 2)
+    moved, scored, attended = 13 * 132 + (5 + 3) * 352, 22 * 2 * 128, (5 + 5 + 3) * 3 * (576 + 512)
+    assert FLOORS["dsa_decode"](spec, operands, outs) == Work(own + moved, 2 * (scored + attended))
+
+
+def test_the_timed_sparse_decode_is_one_that_the_contract_admits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapes, "ROWS", 3)
+    monkeypatch.setattr(shapes, "DECODED", 4096)
+    asked = shapes.question("dsa_decode")
+    check.compiled(asked.op, asked.spec, asked.limits, device="cpu")(**asked.operands)
+    assert shapes.described(asked).startswith(
+        "index.fp8.e4m3fn.pow2.page64, latent.fp8.e4m3fn.tensor, q [3, 12, 576]"
+    )
 
 
 def small(g: torch.Generator) -> shapes.Shape:

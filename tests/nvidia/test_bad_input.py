@@ -78,6 +78,14 @@ BEYOND: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"topk": 2049, "num_heads": 65},
         ["num_heads=65 is not 1 to 64", "topk=2049 is not 1 to 2048"],
     ),
+    "indexer_topk-cuda_fp8_sum": (
+        {"topk": 2049, "index": "index.mxfp4.page64"},
+        [
+            "index='index.mxfp4.page64' is not 'index.fp8.e4m3fn.f32.page64' | "
+            "'index.fp8.e4m3fn.pow2.page64' | 'index.fp8.e4m3fn.ue8m0x4.page64'",
+            "topk=2049 is not 1 to 2048",
+        ],
+    ),
     "topk_select-triton": ({"topk": 2**21}, ["TopKSpec: topk=2097152 is not 1 to 1048576"]),
     "topk_select-cuda": ({"topk": 2049}, ["topk=2049 is not 1 to 2048"]),
     "store_latent-triton": (

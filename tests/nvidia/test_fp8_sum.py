@@ -1,4 +1,4 @@
-"""Index scores by FP8 products: taken where a Spec admits what they round, refused in words elsewhere."""
+"""Scores, and selections from them, by FP8 products: where a Spec admits what they round, else refused in words."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import pytest
 from kimi_hal.dispatch.contract import Probe
 from kimi_hal.dispatch.explain import Explanation, explain
 from kimi_hal.dispatch.loader import load
-from kimi_hal.ops.indexer import IndexerSpec
+from kimi_hal.ops.indexer import IndexerSpec, IndexerTopKSpec
 from kimi_hal.ops.spec import Limits
 from kimi_hal.settings import Settings
 
 NAME = "nvidia.cuda_fp8_sum"
 FP8, MXFP4 = "index.fp8.e4m3fn.pow2.page64", "index.mxfp4.page64"
 SUM = "logits=fp8_sum"
+SPECS: dict[str, type[IndexerSpec]] = {"indexer_logits": IndexerSpec, "indexer_topk": IndexerTopKSpec}
 
 
 def told(
@@ -23,16 +24,17 @@ def told(
     arch: str = "sm_90",
     name: str | None = None,
     rows: int = 64,
+    operator: str = "indexer_logits",
     **fields: Any,
 ) -> Explanation:
-    """Ask for scores of so many rows of a request on a device of an architecture."""
+    """Ask for an operator over so many rows of a request on a device of an architecture."""
     settings = Settings(backend="nvidia")
     registry = load(settings)
     facts = {"nvidia-driver": "580.159"}
     registry.backends["nvidia"]._probe = Probe(present=True, arch=arch, devices=("NVIDIA",), facts=facts)
     return explain(
-        "indexer_logits",
-        IndexerSpec(**{"index": FP8, "numerics": numerics, **fields}),
+        operator,
+        SPECS[operator](**{"index": FP8, "numerics": numerics, **fields}),
         Limits(max_rows=rows, max_reqs=1, max_context=1024, rows_per_req=rows),
         device="cuda",
         implementation=name,
@@ -45,20 +47,24 @@ def against(found: Explanation) -> list[str]:
     return [reason for c in found.candidates if c.full_name == NAME for reason in c.refusals]
 
 
-def test_it_is_taken_where_a_spec_admits_what_it_rounds() -> None:
-    found = told((SUM,))
+@pytest.mark.parametrize("operator", SPECS)
+@pytest.mark.parametrize("rows", [24, 2048])
+def test_it_is_taken_where_a_spec_admits_what_it_rounds(operator: str, rows: int) -> None:
+    found = told((SUM,), rows=rows, operator=operator)
     assert (found.chosen, found.execution) == (NAME, "native")
-    assert told((SUM,), index=MXFP4).chosen == "nvidia.cuda"
+    assert told((SUM,), rows=rows, operator=operator, index=MXFP4).chosen == "nvidia.cuda"
 
 
-@pytest.mark.parametrize("rows", [1, 2, 15])
-def test_for_few_rows_exact_products_are_taken_all_the_same(rows: int) -> None:
-    assert told((SUM,), rows=rows).chosen == "nvidia.cuda"
-    assert told((SUM,), rows=rows, name=NAME).chosen == NAME
+@pytest.mark.parametrize("operator", SPECS)
+@pytest.mark.parametrize("rows", [1, 2, 23])
+def test_for_few_rows_exact_products_are_taken_all_the_same(operator: str, rows: int) -> None:
+    assert told((SUM,), rows=rows, operator=operator).chosen == "nvidia.cuda"
+    assert told((SUM,), rows=rows, operator=operator, name=NAME).chosen == NAME
 
 
-def test_where_a_spec_admits_nothing_exact_products_are_taken() -> None:
-    found = told()
+@pytest.mark.parametrize("operator", SPECS)
+def test_where_a_spec_admits_nothing_exact_products_are_taken(operator: str) -> None:
+    found = told(operator=operator)
     assert found.chosen == "nvidia.cuda"
     assert against(found) == [
         "it rounds beyond the contract (logits=fp8_sum); Spec.numerics or its name admits it"

@@ -1,4 +1,7 @@
-"""``topk_select`` by the CUDA kernels, entry for entry beside the reference, on scores that are hard to select from."""
+"""Selection by the CUDA kernels, entry for entry beside the reference, on scores that are hard to select from.
+
+``topk_select``, and what ``indexer_topk`` launches behind its scores, which may write slots.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,21 @@ import torch
 from torch import Tensor
 
 import kimi_hal as hal
+from kimi_hal.dispatch.contract import BuildContext, Sizes
+from kimi_hal.ops.indexer import IndexerTopKSpec
 from kimi_hal.ops.spec import DCP, Limits
 from kimi_hal.ops.topk_merge import TopKSpec
 from kimi_hal.parallel import ownership
 from kimi_hal.reference import selection
+from kimi_hal_nvidia import topk
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-D = "cuda"
+D, PAGE = "cuda", 64
+INDEX = "index.fp8.e4m3fn.pow2.page64"
 
 
 def same(spec: TopKSpec, x: Tensor, length: Tensor, start: Tensor | None = None) -> None:
@@ -154,3 +161,78 @@ def test_a_captured_selection_follows_new_scores_and_lengths() -> None:
     length.copy_(torch.tensor([30000, 40000]))
     graph.replay()
     assert torch.equal(out, selection.select_positions(x, length, 2048).int())
+
+
+def selector(spec: IndexerTopKSpec) -> topk.Selector:
+    """Return the selection of a plan of ``indexer_topk``."""
+    major, minor = torch.cuda.get_device_capability()
+    return topk.Selector(
+        BuildContext(
+            operator="indexer_topk",
+            spec=spec,
+            limits=Limits(max_rows=64, max_reqs=64, max_context=1 << 20),
+            device=D,
+            arch=f"sm_{major}{minor}",
+            sizes=Sizes(),
+            group=None,
+            persistent=None,
+            check=lambda **_: None,
+            settings={},
+        )
+    )
+
+
+def operands(rows: int, width: int) -> tuple[Tensor, Tensor]:
+    """Return a table of shuffled pages, and each row's request."""
+    pages = rows * -(-width // PAGE)
+    table = torch.randperm(pages, device=D, dtype=torch.int32).view(rows, -1)
+    return table, torch.arange(rows, device=D, dtype=torch.int32).flip(0)
+
+
+def same_slots(spec: IndexerTopKSpec, x: Tensor, length: Tensor, missing: list[int]) -> None:
+    """Select and compare with the reference; the two pages ``missing`` have no place, and their keys -inf."""
+    rows, width = x.shape
+    table, row_req = operands(rows, width)
+    pages = table.numel()
+    table[:, missing] = torch.tensor([-1, pages], dtype=torch.int32, device=D)
+    for page in missing:
+        x[:, page * PAGE : (page + 1) * PAGE] = -math.inf
+    out = torch.full((rows, spec.topk), -7, dtype=torch.int32, device=D)
+    kept = torch.full((rows, spec.topk if spec.return_selected else 0), 7.0, device=D)
+    selector(spec)(x, length, None, out, kept, table, row_req, pages)
+    wanted = selection.select_positions(x, length.long(), spec.topk)
+    page = table[row_req.long()].long().gather(1, wanted.clamp(min=0) // PAGE)
+    there = (wanted >= 0) & (page >= 0) & (page < pages)
+    slot = torch.where(there, page * PAGE + wanted.clamp(min=0) % PAGE, -1)
+    order = (~there).long().sort(dim=1, stable=True).indices
+    scores = torch.where(there, selection.scores_at(x, wanted, None), -math.inf).gather(1, order)
+    assert torch.equal(out, slot.gather(1, order).int())
+    if spec.return_selected:
+        assert torch.equal(kept.nan_to_num(9e9), selection.as_score(scores, torch.float32).nan_to_num(9e9))
+
+
+SHAPES = [
+    (1, 2112),
+    (3, 8192),
+    (3, 16384),
+    (70, 32768),
+    (4, 32768),
+    (2, 131072),
+    (8, 131072),
+    (40, 100032),
+    (140, 65536),
+    (1, 1 << 20),
+]
+
+
+@pytest.mark.parametrize("selected", [False, True])
+@pytest.mark.parametrize("kind", ["normal", "ties", "least", "special"])
+@pytest.mark.parametrize(("rows", "width"), SHAPES)
+def test_slots_are_those_of_the_winners_that_have_pages(
+    rows: int, width: int, kind: str, selected: bool
+) -> None:
+    x = KINDS[kind](torch.randn(rows, width, device=D))
+    length = torch.full((rows,), width, dtype=torch.int32, device=D)
+    length[-1] = 2050
+    spec = IndexerTopKSpec(index=INDEX, emit="slot", return_selected=selected)
+    same_slots(spec, x, length, missing=[0, 7])

@@ -20,6 +20,7 @@ from kimi_hal.ops.topk_merge import TopKSpec
 from kimi_hal_nvidia import driver, indexer, quantize_query, scores, streams, topk
 from kimi_hal_nvidia.indexer_claims import INDEXER
 from kimi_hal_nvidia.layouts import Layout
+from kimi_hal_nvidia.parameters import Parameters
 
 LIMITS = Limits(max_rows=2, max_reqs=2, max_context=8192)
 SIZES = Sizes(workspace=2 * 8192 * 4)
@@ -231,6 +232,29 @@ def test_a_search_behind_one_that_failed_is_made_from_its_own_numbers(faked: Dri
     faked.fails = False
     run(**large)
     assert faked.rows[-2:] == faked.rows[:2]
+
+
+@pytest.mark.parametrize("operator", CALLS)
+def test_a_call_behind_one_whose_numbers_failed_writes_its_own(
+    faked: Driver, monkeypatch: pytest.MonkeyPatch, operator: str
+) -> None:
+    spec, call = CALLS[operator]
+    run, large = faked.build(operator, spec), call()
+    small = {n: t if n in {"cache", "block_table", "workspace"} else t[:1] for n, t in large.items()}
+    run(**large)
+
+    def fail(parameters: Parameters, *numbers: int) -> None:
+        tell(parameters, *numbers)
+        raise RuntimeError("no numbers")
+
+    tell = Parameters.tell
+    monkeypatch.setattr(Parameters, "tell", fail)
+    with pytest.raises(RuntimeError, match="no numbers"):
+        run(**small)
+    monkeypatch.setattr(Parameters, "tell", tell)
+    launched = len(faked.rows)
+    run(**large)
+    assert faked.rows[launched:] == faked.rows[:launched]
 
 
 def test_rows_at_another_place_in_a_vector_are_no_layout_of_before(faked: Driver) -> None:

@@ -95,7 +95,14 @@ def test_keys_are_cut_as_it_took_the_least_time(
 
 @pytest.mark.parametrize(
     ("rows", "form", "parts", "left"),
-    [(1, "few", 16, False), (64, "16", 2, False), (320, "16", 2, True), (4096, "16", 1, False)],
+    [
+        (1, "few", 16, False),
+        (8, "few", 8, False),
+        (32, "16", 4, True),
+        (64, "16", 2, False),
+        (320, "16", 2, True),
+        (4096, "16", 1, False),
+    ],
 )
 def test_nibbles_are_decoded_once_for_many_rows_too(rows: int, form: str, parts: int, left: bool) -> None:
     way = cut(SparseMLASpec(num_heads=12, latent="latent.nvfp4.352"), limits(rows), {})
@@ -125,6 +132,22 @@ def test_ways_that_meet_in_memory_are_tried_where_the_plan_asks_for_as_much() ->
         assert attention_plan.left(spec, limits(32), cut(spec, limits(32), way)) <= 4325376
 
 
+def test_parts_of_any_number_meet_in_a_cluster_where_words_are_wanting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sparse_mla.driver, "kernel", lambda *_, **__: None)
+    launched: list[tuple[int, ...]] = []
+    monkeypatch.setattr(sparse_mla.driver, "launcher", lambda *_, **__: lambda *how: launched.append(how))
+    monkeypatch.setattr(sparse_mla, "raw_stream", lambda _: lambda: 0)
+    spec, rows = SparseMLASpec(num_heads=96, latent=FP8), 8
+    way = cut(spec, limits(rows), {"form": 2, "parts": 5, "left": 1})
+    attend = sparse_mla.Attention(spec, limits(rows), way, "sm_90", 0)
+    given = {"q": torch.empty(rows, 96, 576, dtype=torch.bfloat16), "cache": torch.empty(1, 64 * 576)}
+    indices, out, lse = torch.empty(rows, 2048), torch.empty(rows, 96, 512), torch.empty(rows, 96)
+    attend(*given.values(), indices, None, None, None, None, None, out, lse)
+    assert launched == [(rows * 3 * 5, 1, 0, 5)]
+
+
 @pytest.mark.parametrize(
     "chosen",
     [{"form": 9, "parts": 1}, {"form": 1, "parts": 5}, {"form": 5, "parts": 2, "left": 1}, {"parts": 64}],
@@ -135,7 +158,7 @@ def test_a_table_that_names_no_way_of_cutting_is_refused_with_a_sentence(chosen:
 
 
 @pytest.mark.parametrize(
-    ("topk", "form", "parts"), [(2048, "few", 16), (512, "few", 8), (3000, "16", 16), (5000, "16", 16)]
+    ("topk", "form", "parts"), [(2048, "few", 16), (512, "few", 8), (3000, "few", 16), (5000, "16", 16)]
 )
 def test_few_rows_are_cut_into_a_power_of_two_of_parts_that_fit(topk: int, form: str, parts: int) -> None:
     way = cut(SparseMLASpec(num_heads=12, latent=FP8, topk=topk), limits(1), {})

@@ -29,11 +29,20 @@ def test_each_captured_launch_has_words_of_its_own(tickets: Tickets, monkeypatch
 
 
 def test_where_words_are_used_up_shares_are_fixed(tickets: Tickets) -> None:
-    given = [tickets.of(stream) for stream in range(sizes.TICKETS // sizes.TICKET)]
+    streams = range(7, 7 + sizes.TICKETS // sizes.TICKET)
+    given = [tickets.of(stream) for stream in streams]
     assert 0 not in given
     assert len(set(given)) == len(given)
     assert tickets.of(-1) == 0
-    assert tickets.of(0) == given[0]
+    assert tickets.of(7) == given[0]
+
+
+def test_launches_of_several_threads_on_their_default_streams_share_no_words(
+    tickets: Tickets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tickets.of(2) == 0
+    monkeypatch.setattr(scores, "is_current_stream_capturing", lambda: True)
+    assert tickets.of(2) != tickets.of(2)
 
 
 def test_without_words_shares_are_fixed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from kimi_hal_nvidia.attention_plan import cut
 from kimi_hal_nvidia.indexer import Searcher
 from kimi_hal_nvidia.layouts import Layout
 from kimi_hal_nvidia.quantize_query import Quantizer
-from kimi_hal_nvidia.scores import Operands
+from kimi_hal_nvidia.scores import Operands, Scorer
 from kimi_hal_nvidia.sizes import TICKETS, Held
 from kimi_hal_nvidia.sparse_mla import Attention, words_of
 from kimi_hal_nvidia.streams import device_index, on_device
@@ -57,9 +57,8 @@ class Decoder:
         query, indexer = spec.query, spec.indexer
         limits = part_specs("dsa_decode", spec, ctx.limits)["indexer_topk"].limits
         self.quantize = Quantizer(query, ctx.arch, index)
-        self.search = Searcher(
-            replace(ctx, operator="indexer_topk", spec=indexer, limits=limits), follows=True
-        )
+        search = replace(ctx, operator="indexer_topk", spec=indexer, limits=limits)
+        self.search = Searcher(search, Scorer(search, follows=True))
         way = cut(spec.attn, ctx.limits, ctx.configuration)
         words = None if ctx.persistent is None else ctx.persistent[TICKETS:]
         words = words_of(spec.attn, ctx.limits, way, words)

@@ -1,4 +1,4 @@
-"""``indexer_logits`` by products of FP8 keys as they stand, for many rows of a request: it rounds ``logits=fp8_sum``.
+"""Scores by products of FP8 keys as they stand, for many rows of a request, also to select from: ``logits=fp8_sum``.
 
 Hopper adds FP8 products with 13 fraction bits, which the contract does not admit, but multiplies them twice as fast as
 the float16 ones of ``scores.py``.
@@ -12,6 +12,7 @@ from typing import Any
 from kimi_hal import formats
 from kimi_hal.dispatch.contract import BuildContext
 from kimi_hal_nvidia import driver
+from kimi_hal_nvidia.indexer import search_by
 from kimi_hal_nvidia.scores import PAGE, Scorer, run_by
 
 STEM = "index_scores_fp8_sum"
@@ -44,3 +45,8 @@ class SumScorer(Scorer):
 def build_indexer_logits(ctx: BuildContext) -> Callable[..., Any]:
     """Make the run function of ``indexer_logits``."""
     return run_by(ctx, SumScorer(ctx))
+
+
+def build_indexer_topk(ctx: BuildContext) -> Callable[..., Any]:
+    """Make the run function of ``indexer_topk``."""
+    return search_by(ctx, SumScorer(ctx))

@@ -21,11 +21,16 @@ from kimi_hal_nvidia.topk import Selector
 
 
 class Searcher:
-    """Scores rows into bounded memory and selects from them, for one plan; ``follows`` is that of ``Scorer``."""
+    """Scores rows into bounded memory and selects from them, for one plan.
 
-    def __init__(self, ctx: BuildContext, follows: bool = False) -> None:
+    Args:
+        ctx: of the plan.
+        score: the kernels that score.
+    """
+
+    def __init__(self, ctx: BuildContext, score: Scorer) -> None:
         self.page, self.dtype = ctx.spec.page, torch_dtype(ctx.spec.score)
-        self.score, self.select = Scorer(ctx, follows), Selector(ctx)
+        self.score, self.select = score, Selector(ctx)
         self.width = logits_width(ctx.spec, ctx.limits, 0)
         self.layout, self.lock = Layout(), threading.Lock()
 
@@ -97,8 +102,13 @@ class Searcher:
 
 def build_indexer_topk(ctx: BuildContext) -> Callable[..., Any]:
     """Make the run function of ``indexer_topk``."""
+    return search_by(ctx, Scorer(ctx))
+
+
+def search_by(ctx: BuildContext, score: Scorer) -> Callable[..., Any]:
+    """Make the run function of ``indexer_topk`` that scores by these kernels."""
     spec, check = ctx.spec, ctx.check
-    search, dtype, selected = Searcher(ctx), torch_dtype(spec.score), spec.dims()["selected"]
+    search, dtype, selected = Searcher(ctx, score), torch_dtype(spec.score), spec.dims()["selected"]
 
     def call(
         given: Operands, step: Any, out: Any, scores_out: Any, workspace: Any, every: Any = None

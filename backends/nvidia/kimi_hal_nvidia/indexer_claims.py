@@ -15,12 +15,14 @@ PASSED = (
         measured="benchmarks/results/h200/summary.json; benchmarks/results/h200_conformance_nvidia.json",
     ),
 )
-#: For many rows of a request the fastest of those that round so; for few rows it multiplies more than there is.
+#: From so many rows of a request on it is the fastest of those that round so, be the context as short as it may. With
+#: fewer it multiplies more than there is, which pays where there are many requests or keys: tables of measurements say.
+MANY = {"rows_per_req": Range(24, 1 << 20)}
 SUMMED = (
     Preference(rank=-20),
     Preference(
         rank=1,
-        limits={"rows_per_req": Range(16, 1 << 20)},
+        limits=MANY,
         measured="benchmarks/results/h200/fp8_sum.json; benchmarks/results/h200_conformance_nvidia.json",
     ),
 )
@@ -113,28 +115,32 @@ def _implementation(operator: str, name: str, arch: tuple[str, ...], execution: 
     )
 
 
-#: FP8 keys by FP8 products, which Hopper adds with 13 fraction bits: where a Spec admits that.
-FP8_SUM = Implementation(
-    operator="indexer_logits",
-    name="cuda_fp8_sum",
-    build="kimi_hal_nvidia.fp8_sum:build_indexer_logits",
-    capabilities=(
-        Capability(
-            arch=("sm_90",),
-            spec=SCORED | {"index": OneOf(FP8)},
-            tensors=OPERANDS,
-            properties=ROW,
-            requires=REQUIRES,
+def _summed(operator: str) -> Implementation:
+    """Return FP8 keys by FP8 products, which Hopper adds with 13 fraction bits: where a Spec admits that."""
+    return Implementation(
+        operator=operator,
+        name="cuda_fp8_sum",
+        build=f"kimi_hal_nvidia.fp8_sum:build_{operator}",
+        capabilities=(
+            Capability(
+                arch=("sm_90",),
+                spec=SPECS[operator] | {"index": OneOf(FP8)},
+                tensors=OPERANDS,
+                properties=ROW,
+                requires=REQUIRES,
+            ),
         ),
-    ),
-    preferences=SUMMED,
-    numerics=("logits=fp8_sum",),
-    source=SOURCE,
-    compile="kimi_hal_nvidia.indexer_kernels:fp8_sum",
-)
+        preferences=SUMMED,
+        numerics=("logits=fp8_sum",),
+        size=f"kimi_hal_nvidia.sizes:{operator}" if operator == "indexer_topk" else None,
+        source=SOURCE,
+        compile=f"kimi_hal_nvidia.indexer_kernels:{operator}_by_sums",
+    )
+
+
 #: Blackwell's code is looked at and never run: nothing can plan it.
 INDEXER = (
-    FP8_SUM,
+    *(_summed(operator) for operator in SCORING),
     *(_implementation(operator, "cuda", ("sm_90",), "native") for operator in SPECS),
     *(
         _implementation(operator, "cuda_blackwell", ("sm_100", "sm_103"), "compile_only")

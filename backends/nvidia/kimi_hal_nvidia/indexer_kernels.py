@@ -78,7 +78,7 @@ def indexer_logits(target: Target) -> tuple[Kernel, ...]:
     )
 
 
-def fp8_sum(target: Target) -> tuple[Kernel, ...]:
+def indexer_logits_by_sums(target: Target) -> tuple[Kernel, ...]:
     """Return the scores of FP8 keys as they stand, for both numbers of heads and both types of scores."""
     product = Instruction(r"QGMMA\.64x128x32\.F32\.E4M3\.E4M3", "FP8 keys are multiplied as they stand")
     return tuple(
@@ -99,3 +99,9 @@ def indexer_topk(target: Target) -> tuple[Kernel, ...]:
     """Return what it launches for few rows of FP8 keys; the others are those of its two parts."""
     launched = ("fp8-32x1", "wide-float32")
     return tuple(k for k in (*indexer_logits(target), *topk_select(target)) if k.name in launched)
+
+
+def indexer_topk_by_sums(target: Target) -> tuple[Kernel, ...]:
+    """Return what it launches for many rows; the others are those of its two parts."""
+    launched = (f"{sums.kernel_name(HEADS, 'float32').replace('_', '-')}", "many-float32")
+    return tuple(k for k in (*indexer_logits_by_sums(target), *topk_select(target)) if k.name in launched)

@@ -56,6 +56,7 @@ class Quantizer:
         facts = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
         with self.parameters.lock:
             if facts != self.facts:
+                self.facts = ()  # of nothing, should it fail
                 self.layout.forget()
                 self.learn(*tensors)
                 self.facts = facts

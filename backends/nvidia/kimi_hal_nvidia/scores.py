@@ -31,6 +31,8 @@ GROUPED = 64
 SOME = 128
 #: Keys of a request from which on the last of all are dealt out to blocks that are early: rows change more often then.
 DEALT = 32768
+#: The handle that names every thread's own default stream: launches of several threads on it may overlap.
+PER_THREAD = 2
 #: Kinds of rows, ``enum class Rows`` of ``scores.cuh`` -> how their kernels' names end.
 KINDS = {"one": "_one", "some": "", "many": "_many"}
 #: Where the cache stands among the operands, and what its address is a multiple of.
@@ -73,7 +75,8 @@ class Ring:
         groups, pages = self.cut[element]
         key, scales = {"fp8": (128, 16), "fp4": (64, groups * 1024)}[element]
         column = 128 if element == "fp4" and self.columns <= GROUPED else 256
-        page = -(-PAGE * (key + 4) // 128) * 128
+        gaps = 48 if column == 128 else 0  # between the parts of a page that keeps banks apart
+        page = -(-(PAGE * (key + 4) + gaps) // 128) * 128
         size = groups * self.columns * (column + 4) + pages * page + scales + groups * 32 + pages * 32 + 1296
         return -(-size // 16) * 16
 
@@ -101,17 +104,21 @@ class Tickets:
     """Words by which the blocks of a launch share what is left: each stream and each captured launch has its own.
 
     Launches of a stream follow each other, and so do those of a captured one; others may overlap. Where there are no
-    more words, shares are fixed.
+    more words, shares are fixed: so it is from some 8,000 captured launches of a plan on, which keep theirs as long as
+    the plan lives, and on the default stream of each thread, whose handle is the same for all.
 
     Args:
-        words: zeros that nobody else writes, of ``sizes.LAUNCHES`` launches; None: there are none.
+        words: zeros that nobody else writes, of as many launches; None: there are none.
+        launches: that have some.
         each: bytes of a launch.
     """
 
-    def __init__(self, words: Tensor | None, each: int = sizes.TICKET) -> None:
+    def __init__(
+        self, words: Tensor | None, launches: int = sizes.TICKETS // sizes.TICKET, each: int = sizes.TICKET
+    ) -> None:
         self.words = words
         begin = 0 if words is None else words.data_ptr()
-        self.free = iter(range(begin, begin + sizes.LAUNCHES * each, each))
+        self.free = iter(range(begin, begin + launches * each, each))
         self.streams: dict[int, int] = {}
 
     def of(self, stream: int) -> int:
@@ -120,6 +127,8 @@ class Tickets:
             return 0
         if is_current_stream_capturing():
             return next(self.free, 0)
+        if stream == PER_THREAD:
+            return 0
         if stream not in self.streams:
             self.streams[stream] = next(self.free, 0)
         return self.streams[stream]
@@ -234,6 +243,7 @@ class Scorer:
         )
         with self.parameters.lock:
             if facts != self.facts:
+                self.facts = ()  # of nothing, should it fail
                 self.layout.forget()
                 self.learn(given, out)
                 self.facts = facts
@@ -248,7 +258,7 @@ class Scorer:
         kind = self.ring.kind(q.shape[0], table.shape[0])
         kind = kind if kind in self.launches else "many"
         self.launch = self.launches[kind]
-        self.dealt = kind == "some" and room >= DEALT * self.ring.rows
+        self.dealt = kind == "some" and room >= DEALT
         self.parameters.tell(
             *q.stride()[:2],
             *q_scale.stride()[:2],

@@ -13,11 +13,11 @@ from kimi_hal.ops.spec import Limits
 from kimi_hal.triton.sizes import SCORES, SELECT_ROWS
 from kimi_hal_nvidia import attention_plan
 
-#: Launches of a plan that may overlap and have words of their own.
-LAUNCHES = 1024
 #: Bytes by which the blocks of one launch of scores share what is left, and those of all launches that may overlap.
-TICKET = 16
-TICKETS = LAUNCHES * TICKET
+TICKET = 8
+TICKETS = 8192 * TICKET
+#: Launches of attention that may overlap and have words of their own.
+LAUNCHES = 1024
 
 
 def indexer_logits(spec: IndexerSpec, limits: Limits, arch: str) -> Sizes:

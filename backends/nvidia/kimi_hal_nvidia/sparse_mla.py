@@ -93,7 +93,7 @@ class Attention:
         form, parts = way.form, way.parts
         self.parts, self.blocks = parts, form.blocks(spec)
         self.parameters = Parameters(ADDRESSES, NUMBERS)
-        self.tickets = Tickets(words if way.left else None, counted(spec, limits, way))
+        self.tickets = Tickets(words if way.left else None, LAUNCHES, counted(spec, limits, way))
         #: Blocks that parts that meet in memory are dealt to: all there is room for; a relay's has one.
         self.dealt, self.there = 1, 1 << 30 if form.relayed else PROCESSORS * form.there
 

@@ -22,11 +22,11 @@ from kimi_hal_nvidia.streams import device_index, on_device, raw_stream
 ADDRESSES, NUMBERS = 7, "7q 12i"
 #: Source, threads and bytes of shared memory of a block, by form.
 FORMS = {
-    "short": ("topk_short", 512, 58016),
-    "middle": ("topk_whole", 512, 90784),
-    "whole": ("topk_whole", 1024, 156320),
-    "team": ("topk_team", 512, 123488),
-    "large_team": ("topk_team", 1024, 156256),
+    "short": ("topk_short", 512, 60064),
+    "middle": ("topk_whole", 512, 92832),
+    "whole": ("topk_whole", 1024, 160416),
+    "team": ("topk_team", 512, 123504),
+    "large_team": ("topk_team", 1024, 156272),
     "wide": ("topk_wide", 512, 176752),
     "many": ("topk_many", 512, 103072),
 }
@@ -38,15 +38,15 @@ SHORT, MIDDLE, WHOLE = 8192, 16384, 32768
 CLUSTER, COLUMNS = 16, 16384
 #: Rows from which each multiprocessor has several of its own.
 MANY_ROWS = 133
-#: Blocks at most where clusters are large, which few places on the chip suit, or could be smaller.
-MANY_LARGE = 64
+#: Blocks at most where clusters are large, which few places on the chip suit, and of teams, which could be fewer.
+MANY_LARGE, TEAMS = 64, 80
 #: Multiprocessors that clusters are spread over.
 PROCESSORS = 132
 
 
 def team_of(rows: int, columns: int) -> tuple[str, int] | None:
     """Return a form and blocks of a row whose registers hold it, or None: the fewest, and as many as stand beside."""
-    for what, each, most in (("team", SHORT, MANY_LARGE), ("large_team", 2 * SHORT, PROCESSORS)):
+    for what, each, most in (("team", SHORT, TEAMS), ("large_team", 2 * SHORT, PROCESSORS)):
         blocks = 2
         while blocks <= CLUSTER and rows * blocks <= (MANY_LARGE if blocks == CLUSTER else most):
             if columns <= blocks * each:
@@ -169,6 +169,7 @@ class Selector:
         )
         with self.parameters.lock:
             if facts != self.facts:
+                self.facts = ()  # of nothing, should it fail
                 self.layout.forget()
                 self.learn(scores, row_len, row_start, out, scores_out, table, row_req, pages)
                 self.facts = facts

@@ -32,7 +32,7 @@ def _dsa_decode(question: Question) -> Sequence[Answer]:
     return [Answer({"out": out, "lse_out": lse}, {})]
 
 
-#: ``indexer_topk`` is judged by its scores: what rounding them costs is said there (``selections.py``).
+#: ``indexer_topk`` is judged by its scores: those of ``indexer_logits`` (``selections.py``).
 DERIVED: Mapping[str, Callable[[Question], Sequence[Answer]]] = {
     "indexer_logits": _logits,
     "dsa_decode": _dsa_decode,

@@ -52,12 +52,12 @@ def store_latent(spec: Any, operands: Mapping[str, Any], outs: Mapping[str, Tens
     return Work(nbytes(*own, operands["slots"]) + tokens * formats.latent(spec.latent).row_bytes)
 
 
-def keys_of_requests(operands: Mapping[str, Any]) -> int:
-    """Return how many keys the rows of a call see, those of one request counted once: its longest row's."""
+def keys_of_requests(operands: Mapping[str, Any]) -> list[int]:
+    """Return how many keys the rows of each request see: its longest row's, which are the others' too."""
     longest: dict[int, int] = {}
     for request, length in zip(operands["row_req"].tolist(), operands["row_len"].tolist(), strict=True):
         longest[request] = max(longest.get(request, 0), length)
-    return sum(longest.values())
+    return list(longest.values())
 
 
 def index_scores(spec: Any, operands: Mapping[str, Any], outs: Mapping[str, Tensor]) -> Work:
@@ -67,7 +67,8 @@ def index_scores(spec: Any, operands: Mapping[str, Any], outs: Mapping[str, Tens
     pairs = int(operands["row_len"].clamp(min=0).sum())
     read = nbytes(*(operands[n] for n in ("q", "q_scale", "weights", "row_req", "row_len")))
     return Work(
-        read + keys_of_requests(operands) * fmt.row_bytes + nbytes(*outs.values()), 2 * pairs * heads * dim
+        read + sum(keys_of_requests(operands)) * fmt.row_bytes + nbytes(*outs.values()),
+        2 * pairs * heads * dim,
     )
 
 
@@ -91,6 +92,21 @@ def sparse_mla(spec: Any, operands: Mapping[str, Any], outs: Mapping[str, Tensor
     heads, width, value = operands["q"].shape[1], operands["q"].shape[2], 512
     read = nbytes(operands["q"], indices) + live.unique().numel() * row
     return Work(read + nbytes(*outs.values()), 2 * live.numel() * heads * (width + value))
+
+
+def dsa_decode(spec: Any, operands: Mapping[str, Any], outs: Mapping[str, Tensor]) -> Work:
+    """Read each request's index keys once and at least k of its latents; products of every key, and of k latents a row.
+
+    Rows of a request may select different latents, which nobody knows before they have.
+    """
+    keys, k = keys_of_requests(operands), spec.indexer.topk
+    read = sum(keys) * formats.index(spec.indexer.index).row_bytes
+    read += sum(min(n, k) for n in keys) * formats.latent(spec.attn.latent).row_bytes
+    own = nbytes(*(operands[n] for n in ("q", "index_q", "index_w", "row_req", "row_len")), *outs.values())
+    lengths, (heads, width), value = operands["row_len"].clamp(min=0), operands["q"].shape[1:], 512
+    scored = int(lengths.sum()) * operands["index_q"].shape[1] * operands["index_q"].shape[2]
+    attended = int(lengths.clamp(max=k).sum()) * heads * (width + value)
+    return Work(read + own, 2 * (scored + attended))
 
 
 def kda_decode(spec: Any, operands: Mapping[str, Any], outs: Mapping[str, Tensor]) -> Work:
@@ -146,4 +162,5 @@ FLOORS: Mapping[str, Floor] = {
     "store_latent": store_latent,
     "sparse_mla": sparse_mla,
     "merge_attn_states": every_element,
+    "dsa_decode": dsa_decode,
 }

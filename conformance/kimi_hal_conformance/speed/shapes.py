@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kimi_hal import formats, ops
+from kimi_hal.ops.composites import DSASpec
 from kimi_hal.ops.indexer import IndexerSpec, IndexerTopKSpec, IndexQuerySpec, StoreIndexSpec
 from kimi_hal.ops.kda import KDASpec
 from kimi_hal.ops.moe import MoESpec, RouteSpec
@@ -27,6 +28,8 @@ from kimi_hal_conformance.relations.variants import total
 
 ROWS, PREFILL, HEADS, TOPK, CONTEXT = 256, 4096, 12, 2048, 16384
 REQUESTS = 16
+#: Tokens of each of 256 requests, which have latents of their own.
+DECODED = 4096
 INDEX, LATENT = "index.fp8.e4m3fn.pow2.page64", "latent.fp8.e4m3fn.tensor"
 BF16 = torch.bfloat16
 KDA = KDASpec(num_heads=HEADS)
@@ -62,21 +65,25 @@ def index_store(g: torch.Generator) -> Shape:
 
 def scored(g: torch.Generator) -> dict[str, Any]:
     """Return 256 rows over 16 requests of 16,384 keys."""
-    fmt, pages = formats.index(INDEX), REQUESTS * CONTEXT // 64
-    q, scale = fmt.encode_query(normal(g, ROWS, 32, 128).bfloat16())
-    keys = normal(g, 64 * 64, 128)
-    cache = torch.zeros(pages, fmt.page_bytes, dtype=torch.uint8)
-    fmt.write(cache, torch.arange(64 * 64), keys)
-    cache = cache[:64].repeat(pages // 64, 1)
+    pages = REQUESTS * CONTEXT // 64
+    q, scale = formats.index(INDEX).encode_query(normal(g, ROWS, 32, 128).bfloat16())
     return {
         "q": q,
         "q_scale": torch.empty(ROWS, 32, 0, dtype=torch.uint8),
         "weights": normal(g, ROWS, 32) * scale,
-        "cache": cache,
+        "cache": index_keys(g, pages),
         "block_table": torch.randperm(pages, generator=g).int().view(REQUESTS, -1),
         "row_req": torch.arange(ROWS, dtype=torch.int32) % REQUESTS,
         "row_len": ints([CONTEXT] * ROWS),
     }
+
+
+def index_keys(g: torch.Generator, pages: int) -> Tensor:
+    """Return pages of normal keys, the same 64 again and again."""
+    fmt = formats.index(INDEX)
+    own = torch.zeros(64, fmt.page_bytes, dtype=torch.uint8)
+    fmt.write(own, torch.arange(64 * 64), normal(g, 64 * 64, 128))
+    return own.repeat(pages // 64, 1)
 
 
 def index_scores(g: torch.Generator) -> Shape:
@@ -192,6 +199,29 @@ def attention(g: torch.Generator) -> Shape:
     return spec, {"q": q, "cache": cache, "indices": indices, "k_scale": torch.full((1,), 0.01)}
 
 
+def sparse_decode(g: torch.Generator) -> Shape:
+    """Return one row of each of 256 requests of 4,096 tokens, in caches of their own."""
+    pages = ROWS * DECODED // 64
+    latents = _bytes(g, pages, 64 * formats.latent(LATENT).row_bytes) & 0x77  # no NaN among them
+    spec = DSASpec(
+        query=IndexQuerySpec(index=INDEX),
+        indexer=IndexerTopKSpec(index=INDEX, topk=TOPK),
+        attn=SparseMLASpec(num_heads=HEADS, latent=LATENT, topk=TOPK, index_space="position"),
+    )
+    return spec, {
+        "q": normal(g, ROWS, HEADS, 576, dtype=BF16),
+        "index_q": normal(g, ROWS, 32, 128, dtype=BF16),
+        "index_w": normal(g, ROWS, 32),
+        "latent_cache": latents,
+        "index_cache": index_keys(g, pages),
+        "latent_table": torch.randperm(pages, generator=g).int().view(ROWS, -1),
+        "index_table": torch.randperm(pages, generator=g).int().view(ROWS, -1),
+        "row_req": torch.arange(ROWS, dtype=torch.int32),
+        "row_len": ints([DECODED] * ROWS),
+        "k_scale": torch.full((1,), 0.01),
+    }
+
+
 def merge(g: torch.Generator) -> Shape:
     """Return eight parts of 1,024 rows."""
     rows = 4 * ROWS
@@ -218,7 +248,12 @@ SHAPES: Mapping[str, Callable[[torch.Generator], Shape]] = {
     "store_latent": latent_store,
     "sparse_mla": attention,
     "merge_attn_states": merge,
+    "dsa_decode": sparse_decode,
 }
+
+
+#: Fields of a Spec that say how operands are kept.
+KINDS = ("index", "latent", "weights")
 
 
 def described(asked: Question) -> str:
@@ -226,6 +261,8 @@ def described(asked: Question) -> str:
     parts = (
         f"{n} {list(t.shape)}" for n, t in asked.operands.items() if isinstance(t, Tensor) and t.ndim > 1
     )
-    named = {f.name: getattr(asked.spec, f.name) for f in dataclasses.fields(asked.spec)}
-    kinds = [str(named[n]) for n in ("index", "latent", "weights") if n in named]
+    whole = {f.name: getattr(asked.spec, f.name) for f in dataclasses.fields(asked.spec)}
+    specs = [asked.spec, *(part for part in whole.values() if isinstance(part, Spec))]  # a composite's parts
+    named = {name: str(kind) for name in KINDS for spec in specs if (kind := getattr(spec, name, None))}
+    kinds = list(named.values())
     return ", ".join([*kinds, *parts])

@@ -14,6 +14,8 @@ __device__ __forceinline__ u32 pair_of_bins(float first, float second) {
   return ((order >> 3 & 0x1ffc1ffcu) + 0x00040004u) & 0x1ffc1ffcu;
 }
 
+constexpr u32 MINUS_INFINITY_BIN = 32;  // lower bins have nothing but NaN
+
 // Ordinals of scores that no score of a bin but bin 0 is below, or above.
 __device__ __forceinline__ u32 ordinal_of_half(int order) {
   u32 o = max(0x3ff, min(order, 0xfc00));  // from -inf to +inf

@@ -66,9 +66,34 @@ struct Held {
     return first + i / WIDTH * 32 * WIDTH + i % WIDTH;
   }
 
+  // The thread of the key at this number from the first thread's first key on, and the key's bit in its sets.
+  static __device__ __forceinline__ u32 bit_of(u32 number, u32& thread) {
+    u32 vector = number / WIDTH, i = vector / 32 % VECTORS * WIDTH + number % WIDTH;
+    thread = vector / (32 * VECTORS) * 32 + vector % 32;
+    return bit_of_key(i);
+  }
+  static __device__ __forceinline__ u32 bit_of_key(u32 i) { return FIRST + i / 2 + i % 2 * 16; }
+
+  // Whether this thread has places that are none of [from, to).
+  __device__ __forceinline__ bool beyond(int from, int to) const {
+    return first < from || first + (VECTORS - 1) * 32 * WIDTH + WIDTH > to;
+  }
+
+  // Scores outside of [from, to) become NaN where they stand.
+  __device__ __forceinline__ void trim(int from, int to) const {
+    static_assert(RAW, "scores stand there before they are taken");
+    if (!beyond(from, to)) return;
+#pragma unroll 1
+    for (int i = 0; i < KEYS; i++) {
+      int place = first + i / WIDTH * 32 * WIDTH + i % WIDTH;
+      if (place >= from && place < to) continue;
+      scores[(i / WIDTH * THREADS + threadIdx.x) * WIDTH + i % WIDTH] = Score(__uint_as_float(0x7fffffffu));
+    }
+  }
+
   // Takes scores; those outside of [from, to) count as NaN.
   __device__ __forceinline__ void take(Vector<Score> (&v)[VECTORS], int from, int to) {
-    if (seldom(first < from || first + (VECTORS - 1) * 32 * WIDTH + WIDTH > to)) {
+    if (!RAW && seldom(beyond(from, to))) {
 #pragma unroll
       for (int i = 0; i < KEYS; i++) {
         int place = first + i / WIDTH * 32 * WIDTH + i % WIDTH;
@@ -117,7 +142,7 @@ struct Held {
   }
 
   // How many keys of each vector are in a set.
-  __device__ __forceinline__ void counts_of(u32 set, u32 (&counts)[WORDS]) const {
+  static __device__ __forceinline__ void counts_of(u32 set, u32 (&counts)[WORDS]) {
     constexpr int EACH = 32 / BITS;
 #pragma unroll
     for (int w = 0; w < WORDS; w++) counts[w] = 0;
@@ -125,25 +150,30 @@ struct Held {
     for (int i = 0; i < VECTORS; i++) counts[i / EACH] |= __popc(set & OF_VECTOR << i * WIDTH / 2) << i % EACH * BITS;
   }
 
-  // Writes the positions of the keys of a set, in order, to shared or to global memory.
+  // Writes the positions of the keys of a set, in order, to shared memory.
   __device__ __forceinline__ void put(int* staged, u32 set, const u32 (&places)[VECTORS]) const {
 #pragma unroll
     for (int i = 0; i < VECTORS; i++) {
-      int* to = staged + places[i];
+      u32 to = shared_address(staged + places[i]);
 #pragma unroll
       for (int j = 0; j < WIDTH; j++) {
-        int bit = FIRST + (i * WIDTH + j) / 2 + j % 2 * 16;
-        bool mine = set & 1u << bit;
-        if (mine) *to = place_of(bit);
-        to += mine;
+        u32 bit = bit_of_key(i * WIDTH + j);
+        asm volatile(
+            "{\n.reg .pred mine;\nsetp.ne.u32 mine, %1, 0;\n@mine st.shared.u32 [%0], %2;\n@mine add.u32 %0, %0, 4;\n}"
+            : "+r"(to)
+            : "r"(set & 1u << bit), "r"(place_of(bit))
+            : "memory");
       }
     }
   }
 };
 
-// What the choice asks of the keys that a block holds.
-template <typename Row, typename Keys>
+// What the choice asks of the keys that a block holds. PLAIN: of bins of real scores alone.
+template <bool PLAIN_BINS, typename Row, typename Keys>
 struct HeldOf {
+  static constexpr bool PLAIN = PLAIN_BINS;
+  using Kept = Keys;
+
   const Row& row;
   const Keys& keys;
   int from, to;  // positions of the slice
@@ -156,7 +186,7 @@ struct HeldOf {
   }
   __device__ __forceinline__ u32 of_bin(u32 bin) const {
     u32 set = keys.from_bin(bin) & ~keys.from_bin(bin + 1);
-    return seldom(bin == 0) ? keys.inside(set, from, to) : set;  // bin 0 has also what is no key
+    return !PLAIN && bin == 0 ? keys.inside(set, from, to) : set;  // bin 0 has also what is no key
   }
   template <typename F>
   __device__ __forceinline__ void each_of(u32 bin, F f) const {
@@ -170,6 +200,7 @@ constexpr int LIKES = 1024;  // keys of one bin that are exchanged
 template <int THREADS, bool CLUSTERED, int KEYS>
 struct HeldRoom {
   Exchange<CLUSTERED, LIKES, CLUSTERED> exchange;
+  u32 won[CLUSTERED ? 4 : THREADS];  // of each thread, keys of the bin of the k-th that are among the best
   float scores[KEYS * THREADS];
 };
 
@@ -179,6 +210,13 @@ __device__ __forceinline__ void copy_vector(u32 to, const void* from) {
 }
 __device__ __forceinline__ void await_vectors() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+// The same shared memory, whose address is not computed again wherever it is used.
+__device__ __forceinline__ void* held_here(void* shared) {
+  u32 at = shared_address(shared);
+  asm volatile("" : "+r"(at));
+  return __cvta_shared_to_generic(at);
+}
+
 // What is computed of a number from here on is computed from here on: not before, and not in several places again.
 __device__ __forceinline__ void keep_here(u32& number) { asm volatile("" : "+r"(number)); }
 template <typename T>
@@ -186,26 +224,50 @@ __device__ __forceinline__ void keep_here(const T*& address) {
   asm volatile("" : "+l"(address));
 }
 
-// Chooses among the keys of a block, or of a cluster, and writes the winners.
-template <bool DIRECT, typename This, typename Keys, typename Chooser, int THREADS>
-__device__ __forceinline__ void select_from(const This& row, const Keys& keys, Chooser& together, Tally& t, int from,
-                                            int to) {
-  HeldOf<This, Keys> held{row, keys, from, to};
-  Cut cut = together.choose(held);
-  u32 won = keys.from_bin(cut.bin + 1), counts[Keys::WORDS], places[Keys::VECTORS];
+// The winners of a row of one block where the k-th stands in a bin of real scores with few others: they are compared with
+// each other, and a key that is among the best becomes a bit of its thread.
+template <int THREADS, typename Held, typename Room>
+__device__ __forceinline__ u32 winners_of_few(const Held& held, Room& room, u32 k) {
+  using Keys = typename Held::Kept;
+  Tally& t = room.exchange.tally;
+  u64* list = room.exchange.own;
+  u32 bin = t.found.x, needed = k - t.found.y, size = t.found.z;
+  u32 sure = held.keys.from_bin(bin + 1);
+#pragma unroll 1
+  for (u32 set = held.of_bin(bin); set; set &= set - 1) {
+    list[atomicAdd(&room.exchange.told[0], 1u)] = held.strict_of(set);
+  }
+  __syncthreads();
+  compare<THREADS>(list, size, [&](u64 one, u32 greater) {
+    if (greater >= needed) return;
+    u32 at = ~static_cast<u32>(one) + held.row.skew, thread, bit = Keys::bit_of(at, thread);
+    atomicOr(&room.won[thread], 1u << bit);
+  });
+  __syncthreads();
+  return sure | room.won[threadIdx.x];
+}
+
+// The winners of a block, by the k-th best of all blocks.
+template <typename Held, typename Chooser>
+__device__ __forceinline__ u32 winners_of(const Held& held, Chooser& together, Cut& cut) {
+  cut = together.settle(held);
+  u32 won = held.keys.from_bin(cut.bin + 1);
 #pragma unroll 1
   for (u32 set = held.of_bin(cut.bin); set; set &= set - 1) {
     if (held.strict_of(set) >= cut.cut) won |= set & -set;
   }
+  return won;
+}
+
+// Stages the winners of a block in order and returns how many there are.
+template <int THREADS, typename Keys, typename Chooser>
+__device__ __forceinline__ u32 stage_all(const Keys& keys, Chooser& together, Tally& t, u32 won) {
+  u32 counts[Keys::WORDS], places[Keys::VECTORS];
   keys.counts_of(won, counts);
   u32 mine = places_of<THREADS, Keys::BITS>(counts, t.sums[together.turn ^= 1], places);
-  if (DIRECT && !row.p.selected) {
-    keys.put(row.p.out + row.row * row.p.out_row + cut.above, won, places);
-  } else {
-    keys.put(stage(t), won, places);
-    __syncthreads();
-    row.write(stage(t), cut.above, mine);
-  }
+  keys.put(stage(t), won, places);
+  __syncthreads();
+  return mine;
 }
 
 // A row of a cluster of blocks.
@@ -216,7 +278,7 @@ __device__ __forceinline__ void select_together(const Selection& p) {
   using Chooser = Together<This, THREADS, true, LIKES, true>;
   constexpr int WIDTH = Keys::WIDTH;
   extern __shared__ __align__(16) unsigned char memory[];
-  auto& room = *reinterpret_cast<HeldRoom<THREADS, true, KEYS>*>(memory);
+  auto& room = *static_cast<HeldRoom<THREADS, true, KEYS>*>(held_here(memory));
   Tally& t = room.exchange.tally;
   This row(p);
   wait_for_leader();
@@ -237,11 +299,20 @@ __device__ __forceinline__ void select_together(const Selection& p) {
   together.clear();
   __syncthreads();
   together.meet_blocks();
-  if (row.n <= p.k) {
-    row.take_all();
-  } else {
+  if (often(row.n > p.k)) {
     keys.take(v, max(0, begin), end);
-    select_from<true, This, Keys, Chooser, THREADS>(row, keys, together, t, max(0, begin), end);
+    HeldOf<true, This, Keys> held{row, keys, max(0, begin), end};
+    together.find_bin(held);
+    Cut cut;
+    if (often(together.plain(LIKES))) {
+      u32 won = winners_of(held, together, cut);
+      row.write(stage(t), cut.above, stage_all<THREADS>(keys, together, t, won), true);
+      return;
+    }
+    u32 won = winners_of(HeldOf<false, This, Keys>{row, keys, max(0, begin), end}, together, cut);
+    row.write(stage(t), cut.above, stage_all<THREADS>(keys, together, t, won), false);
+  } else {
+    row.take_all();
   }
   if (p.slots) {
     cluster_sync();
@@ -257,7 +328,7 @@ __device__ __forceinline__ void select_alone(const Selection& p) {
   using Chooser = Together<This, THREADS, false, LIKES, false>;
   constexpr int WIDTH = Keys::WIDTH, VECTORS = Keys::VECTORS;
   extern __shared__ __align__(16) unsigned char memory[];
-  auto& room = *reinterpret_cast<HeldRoom<THREADS, false, KEYS>*>(memory);
+  auto& room = *static_cast<HeldRoom<THREADS, false, KEYS>*>(held_here(memory));
   Tally& t = room.exchange.tally;
   This row(p);
   wait_for_leader();
@@ -275,20 +346,32 @@ __device__ __forceinline__ void select_alone(const Selection& p) {
     if (i * 32 * WIDTH < left) copy_vector(to + i * THREADS * 16, from + i * 32 * WIDTH);
   }
   together.clear();
+  room.won[threadIdx.x] = 0;
   __syncthreads();
-  await_vectors();
   row.length += t.listed;  // which is 0: the compiler would wait for the length before all copies are under way
   row.measure();
-  if (seldom(row.n <= p.k)) {
-    row.take_all();
-  } else {
+  if (often(row.n > p.k)) {  // what comes next is fetched while the scores are still on their way
+    await_vectors();
+    keys.trim(0, row.n);
     Vector<Score> v[VECTORS];
 #pragma unroll
     for (int i = 0; i < VECTORS; i++) {
       v[i].take(*reinterpret_cast<const uint4*>(keys.scores + (i * THREADS + threadIdx.x) * WIDTH));
     }
     keys.take(v, 0, row.n);
-    select_from<true, This, Keys, Chooser, THREADS>(row, keys, together, t, 0, row.n);
+    HeldOf<true, This, Keys> held{row, keys, 0, row.n};
+    together.find_bin(held);
+    if (often(together.plain(RANKED))) {
+      u32 won = winners_of_few<THREADS>(held, room, p.k);
+      row.write(stage(t), 0, stage_all<THREADS>(keys, together, t, won), true);
+      return;
+    }
+    Cut cut;
+    u32 won = winners_of(HeldOf<false, This, Keys>{row, keys, 0, row.n}, together, cut);
+    row.write(stage(t), 0, stage_all<THREADS>(keys, together, t, won), false);
+  } else {
+    await_vectors();
+    row.take_all();
   }
   if (p.slots) {
     __syncthreads();

@@ -23,7 +23,11 @@ constexpr int REST = 16;        // one page of so many is dealt out to those who
 template <typename Element, int N, int GROUPS, int STAGES>
 struct Ring {
   static constexpr int PAGE_BYTES = PAGE * (Element::BYTES + 4);
-  static constexpr int STAGE_BYTES = (PAGE_BYTES + 127) / 128 * 128;
+  // Keys of 64 bytes stand in four parts, each 16 bytes further than it would: eight that are read together, two of each
+  // part, are in different banks then.
+  static constexpr int PARTS = Element::COLUMN == 128 ? 4 : 1, PART = PAGE / PARTS * Element::BYTES + (PARTS > 1 ? 16 : 0);
+  static constexpr int SCALES = PART * PARTS - (PARTS > 1 ? 16 : 0);  // where they stand behind the keys
+  static constexpr int STAGE_BYTES = (SCALES + PAGE * 4 + 127) / 128 * 128;
   static constexpr bool FP4 = Element::BYTES == 64;
   unsigned char columns[GROUPS][N * Element::COLUMN];  // at whole 1,024 bytes
   unsigned char stage[STAGES][STAGE_BYTES];
@@ -48,7 +52,9 @@ __device__ __forceinline__ float rectified(float x) {
   return y;
 }
 
-// Asks for a line of memory to be brought near.
+constexpr int SECTOR = 32;  // bytes that memory brings at a time
+
+// Asks for a sector of memory to be brought near.
 __device__ __forceinline__ void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
 // Loads what nobody waits for.
@@ -64,7 +70,7 @@ __device__ __forceinline__ u64 stay(bool once) {
   return once ? first : normal;
 }
 
-__device__ __forceinline__ void copy_page(void* to, const void* from, u32 bytes, u64* barrier, u64 policy) {
+__device__ __forceinline__ void copy_part(void* to, const void* from, u32 bytes, u64* barrier, u64 policy) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
           shared_address(to)),
@@ -88,7 +94,9 @@ struct Scorer {
   // Registers of a thread at the start, of those that copy, and of the others, which get what those give back.
   static constexpr int FEW = GROUPS < 4 ? 56 : 40, EACH = 65536 / THREADS / 8 * 8, MOST = (EACH * THREADS - FEW * 128) / (GROUPS * 128) / 8 * 8;
   using Memory = Ring<Element, N, GROUPS, STAGES>;
-  static constexpr bool HELD = N <= (GROUPED ? 32 : 64);  // weights stay in registers
+  static constexpr bool HELD = !GROUPED && N <= 64;  // weights stay in registers
+  // Quarters of queries that a thread asks for at the start, of the only block of rows.
+  static constexpr int EARLY = (N * 4 + GROUPS * 128 - 1) / (GROUPS * 128);
 
   // Where a warpgroup is in the ring: its pages stand in slots that it alone has.
   struct Turn {
@@ -113,19 +121,33 @@ struct Scorer {
     int first, left[ROWS == 1 ? 1 : ROWS / 2], scaled;  // `scaled`: of the key whose scales it looks at
   };
 
+  // A quarter of a query as it is in memory, its weight, and its scales.
+  struct Query {
+    uint4 all[FP4 ? 1 : 2];
+    float weight;
+    u32 codes;
+  };
+
+  // The key of a page that a warp has as one of its first or second eight rows of the tall operand.
+  static __device__ __forceinline__ u32 key_of(u32 row, u32 half) {
+    u32 part = warp() % 4;
+    return GROUPED ? row / 2 * 16 + part * 4 + half * 2 + row % 2 : part * 16 + half * 8 + row;
+  }
+
   // What a lane adds to a slot's places, computed once.
   struct Places {
     u32 keys, scales, columns, powers, power;
 
     __device__ __forceinline__ Places(const Memory& m, int group) {
       u32 first = warp() % 4 * 16, token = first + lane() / 4, stage = shared_address(m.stage[0]);
-      columns = kept(address_of_columns(m.columns[group]));
+      columns = kept(address_of_columns(m.columns[set_of(group)]));
       if constexpr (FP4 && !GROUPED) {
         keys = kept(stage + token * 64 + lane() % 4 * 16);
         scales = kept(stage + PAGE * 64 + token * 4 + lane() % 4);
       } else if constexpr (FP4) {
-        keys = kept(stage + (first + lane() % 8) * 64 + lane() / 8 * 16);
-        scales = kept(stage + PAGE * 64 + first * 4 + lane() * 2);
+        u32 key = key_of(lane() % 8, 0), scaled = key_of(lane() / 2 % 8, lane() / 16);
+        keys = kept(stage + key / 16 * Memory::PART + key % 16 * 64 + lane() / 8 * 16);
+        scales = kept(stage + Memory::SCALES + scaled * 4 + lane() % 2 * 2);
         powers = kept(shared_address(m.scales[warp()]) + lane() * 8);
         power = kept(shared_address(m.scales[warp()]) + lane() / 4 * 16);
       } else {
@@ -167,7 +189,7 @@ struct Scorer {
     __syncthreads();
   }
 
-  // Copiers tell the others of the share.
+  // Copiers tell the others of the share, and that there are barriers.
   static __device__ __forceinline__ void tell() { asm volatile("bar.arrive 8, %0;" ::"n"(THREADS) : "memory"); }
   static __device__ __forceinline__ void be_told() { asm volatile("bar.sync 8, %0;" ::"n"(THREADS) : "memory"); }
 
@@ -177,12 +199,18 @@ struct Scorer {
     int page = at < pages_in(p.room) ? p.table[at] : -1;
     Said said = said_of(p, lane());
     u64 policy = policy_of();
-    __syncthreads();  // barriers are there
+    begin_ring();
     give_registers();
-    int pages = __reduce_max_sync(EVERY, pages_in(keys_of(p, said, request)));
+    int keys = keys_of(p, said, request), pages = __reduce_max_sync(EVERY, pages_in(keys));
     if (lane() < STAGES / 4 && at < pages) send(own, Unit{0, at, page}, policy);
+    int count = dealt(pages);
+    if (fourth == 0 && lane() < ROWS) {
+      m.keys[0][lane()] = keys;
+      m.share = Share{0, 0, count};
+    }
     __syncwarp();
-    copy_pages(p.table + blockIdx.x, step, Unit{0, static_cast<int>(blockIdx.x), page}, 0, dealt(pages), STAGES / 4);
+    tell();
+    copy_pages(p.table + blockIdx.x, step, Unit{0, static_cast<int>(blockIdx.x), page}, 0, count, STAGES / 4);
   }
 
   // Brings the queries of a row's block near, before its pages are asked for: what comes behind those waits for them.
@@ -193,7 +221,8 @@ struct Scorer {
     for (int n = lane(); n < N; n += 32) {
       int mine = block + n / HEADS, head = n % HEADS;
       if (mine >= p.rows || head >= p.heads) continue;
-      touch(p.q + mine * p.q_row + head * p.q_head);
+#pragma unroll
+      for (int i = 0; i < Element::BYTES; i += SECTOR) touch(p.q + mine * p.q_row + head * p.q_head + i);
       touch(static_cast<const char*>(p.weights) + (mine * p.weights_row + head) * (p.weights_bf16 ? 2 : 4));
       if constexpr (FP4) touch(p.q_scale + mine * p.q_scale_row + head * p.q_scale_head);
     }
@@ -215,7 +244,7 @@ struct Scorer {
   __device__ __forceinline__ void copy_some() const {
     int request, thread = threadIdx.x % 128, fourth = warp() % 4, before = 0, total = 0;
     Said said = said_of(p, thread);
-    __syncthreads();  // barriers are there
+    begin_ring();
     give_registers();
     int keys = keys_of(p, said, request), pages = pages_brought<ROWS>(keys, request), until = warp_inclusive(pages);
     if (lane() == 31) m.sums[0][fourth] = until;
@@ -241,14 +270,17 @@ struct Scorer {
     int left = count - fourth, number = fourth, batch = STAGES / 4;
 #pragma unroll 1
     while (left > 0) {
-      own += 128;
-      Unit next = own < count ? find(now + own) : Unit{0, 0, -1};
+      Unit next;
 #pragma unroll 1
       for (int i = 0; i < 32 && 4 * i < left; i += batch, batch = 1) {
         int row = __shfl_sync(EVERY, mine.row, min(i + batch, (left + 3) / 4) - 1);
         if (row != near) touch_queries(near = row);
         if (lane() - i < batch && 4 * lane() < left) fill(number + 4 * lane(), mine, policy);
         __syncwarp();
+        if (i == 0) {  // once pages are on their way
+          own += 128;
+          next = own < count ? find(now + own) : Unit{0, 0, -1};
+        }
       }
       number += 4 * min(32, (left + 3) / 4);
       left -= 128;
@@ -306,8 +338,14 @@ struct Scorer {
     bool present = unit.page >= 0 && unit.page < p.pages;
     m.unit[slot] = Unit{unit.row, unit.first * PAGE, present ? unit.page : -1};
     if (present) {
+      const unsigned char* from = p.cache + unit.page * p.cache_page;
       barrier_expect(&m.full[slot], Memory::PAGE_BYTES);
-      copy_page(m.stage[slot], p.cache + unit.page * p.cache_page, Memory::PAGE_BYTES, &m.full[slot], policy);
+#pragma unroll
+      for (int i = 0; i < Memory::PARTS; i++) {
+        constexpr int KEYS = PAGE / Memory::PARTS * Element::BYTES;
+        int bytes = KEYS + (i + 1 == Memory::PARTS ? PAGE * 4 : 0);
+        copy_part(m.stage[slot] + i * Memory::PART, from + i * KEYS, bytes, &m.full[slot], policy);
+      }
     } else {
       barrier_arrive(&m.full[slot]);
     }
@@ -315,7 +353,7 @@ struct Scorer {
 
   // The share of this block of threads of any number of rows, request for request.
   __device__ __forceinline__ void copy_many() const {
-    __syncthreads();  // barriers are there
+    begin_ring();
     give_registers();
     Share mine = m.share;
     tell();
@@ -366,20 +404,49 @@ struct Scorer {
     }
   }
 
-  // Puts the queries of a block of rows into this warpgroup's columns; true where float16 does not hold them, or
-  // float32 what they weigh.
-  __device__ __forceinline__ bool load_queries(int group, int row, float (&held)[N / 4], Block& rows) {
-    int block = row / ROWS * ROWS, thread = threadIdx.x % 128, request = 0;
+  // Which set of columns, weights and lengths a warpgroup has.
+  static __device__ __forceinline__ int set_of(int group) { return ALONE ? 0 : group; }
+
+  // Whether any of the threads that meet says so.
+  template <int THREADS_MEETING>
+  static __device__ __forceinline__ bool any_of(bool said, int barrier) {
+    u32 told;
+    asm volatile(
+        "{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbar.red.or.pred q, %2, %3, p;\nselp.u32 %0, 1, 0, q;\n}"
+        : "=r"(told)
+        : "r"(static_cast<u32>(said)), "r"(barrier), "n"(THREADS_MEETING)
+        : "memory");
+    return told;
+  }
+
+  // Puts the queries of the only block of rows, which were asked for before, into the columns of all warpgroups; true where
+  // float16 does not hold them, or float32 what they weigh.
+  __device__ __forceinline__ bool put_queries(const Query (&query)[EARLY]) const {
+    bool held_all = true;
+#pragma unroll
+    for (int i = 0; i < EARLY; i++) {
+      u32 item = threadIdx.x + GROUPS * 128 * i;
+      if (item < N * 4) held_all = put_query(0, item, query[i]) && held_all;
+    }
+    publish();
+    be_told();
+    return FP4 && any_of<GROUPS * 128>(!held_all, 7);
+  }
+
+  // Puts the queries of a block of rows into this warpgroup's columns; true as above.
+  __device__ __forceinline__ bool load_queries(int group, int row) const {
+    int block = row / ROWS * ROWS, request = 0;
+    u32 thread = threadIdx.x % 128;
     bool held_all = true;
     Said said{0, -1};
     if (thread < ROWS) {
       said = said_of(p, block + thread);
-      if constexpr (!ALONE) request = p.row_req[row * p.req_stride];
+      request = p.row_req[row * p.req_stride];
     }
     meet(group);
     constexpr int SOME = N <= 64 ? N / 32 : 1;  // every load is under way before one is waited for
 #pragma unroll 1
-    for (int item = thread; item < N * 4; item += 128 * SOME) {
+    for (u32 item = thread; item < N * 4; item += 128 * SOME) {
       Query query[SOME];
 #pragma unroll
       for (int i = 0; i < SOME; i++) query[i] = ask(block, item + 128 * i);
@@ -391,68 +458,59 @@ struct Scorer {
       m.keys[group][thread] = its == request ? keys : 0;
     }
     publish();
-    bool odd = false;
-    if constexpr (FP4) {
-      u32 told;
-      asm volatile(
-          "{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbar.red.or.pred q, %2, 128, p;\nselp.u32 %0, 1, 0, q;\n}"
-          : "=r"(told)
-          : "r"(static_cast<u32>(!held_all)), "r"(group + 1)
-          : "memory");
-      odd = told;
-    } else {
-      meet(group);
-    }
+    if constexpr (FP4) return any_of<128>(!held_all, group + 1);
+    meet(group);
+    return false;
+  }
+
+  // What a lane knows of the rows whose queries are there.
+  __device__ __forceinline__ void look_at(int group, int row, float (&held)[N / 4], Block& rows) const {
+    int block = row / ROWS * ROWS, set = set_of(group);
     rows.first = row;
-    int place = warp() % 4 * 16 + lane() / 4 + lane() % 2 * 8, odd_row = ROWS == 1 ? 0 : lane() / 2 % 2;
+    int place = key_of(lane() / 4, lane() % 2), odd_row = ROWS == 1 ? 0 : lane() / 2 % 2;
     if constexpr (GROUPED) {
       int most = 0;
 #pragma unroll
-      for (int r = 0; r < ROWS; r++) most = max(most, m.keys[group][r]);
-      rows.scaled = most - (warp() % 4 * 16 + lane() / 2);
+      for (int r = 0; r < ROWS; r++) most = max(most, m.keys[set][r]);
+      rows.scaled = most - static_cast<int>(key_of(lane() / 2 % 8, lane() / 16));
     }
     rows.out = static_cast<char*>(p.out) + ((block + odd_row) * p.out_row + place) * (p.out_bf16 ? 2 : 4);
 #pragma unroll
     for (int i = 0; i < (ROWS + 1) / 2; i++) {
-      rows.left[i] = m.keys[group][2 * i + odd_row] - place;
+      rows.left[i] = m.keys[set][2 * i + odd_row] - place;
       if (ROWS == 1 && lane() / 2 % 2) rows.left[i] = 0;  // another lane has the same
     }
     if constexpr (HELD) {
 #pragma unroll
       for (int j = 0; j < N / 8; j += 2) {
-        float4 four = weights_of(group, j);
+        float4 four = weights_of(set, j);
         held[2 * j] = four.x;
         held[2 * j + 1] = four.y;
         held[2 * j + 2] = four.z;
         held[2 * j + 3] = four.w;
       }
     }
-    return odd;
   }
 
-  // A quarter of a query as it is in memory, its weight, and its scales.
-  struct Query {
-    uint4 all[FP4 ? 1 : 2];
-    float weight;
-    u32 codes;
-  };
-
-  __device__ __forceinline__ Query ask(int block, int item) const {
-    int n = item / 4, mine = block + n / HEADS, head = n % HEADS;
+  __device__ __forceinline__ Query ask(int block, u32 item) const {
+    u32 n = item / 4;
+    int mine = ROWS == 1 ? block : block + n / HEADS, head = n % HEADS;
     Query query{};
     query.codes = 0x7f7f7f7fu;
-    if (mine < p.rows && head < p.heads) {
-      query.weight = weight(mine, head);
-      load_bytes<FP4 ? 1 : 2>(query.all, p.q + mine * p.q_row + head * p.q_head, item % 4);
+    if (n < N && mine < p.rows && head < p.heads) {
+      const unsigned char* at = p.q + mine * p.q_row + head * p.q_head;
+      load_vectors(query.all, at, item % 4);
       if constexpr (FP4) query.codes = scales_of(mine, head);
+      query.weight = weight(mine, head);
+      load_bytes(query.all, at, item % 4);
     }
     return query;
   }
 
-  // Puts it into this warpgroup's columns, where the products of its keys' words look for it; false where that is not exact.
-  __device__ __forceinline__ bool put_query(int group, int item, const Query& query) const {
-    int n = item / 4, c = item % 4;
-    unsigned char* columns = m.columns[group];
+  // Puts it into a set of columns, where the products of its keys' words look for it; false where that is not exact.
+  __device__ __forceinline__ bool put_query(int set, u32 item, const Query& query) const {
+    u32 n = item / 4, c = item % 4;
+    unsigned char* columns = m.columns[set];
     bool held = true;
     float w = query.weight;
     if constexpr (FP4) {
@@ -463,54 +521,68 @@ struct Scorer {
       w = unit;
     } else {
       Element e{query.all[0], query.all[1]};
-      u32 piece[8][2];
+      u32 piece[8][2], first = column_offset(n, 2 * c, N);
       e.decode(piece);
 #pragma unroll
-      for (int i = 0; i < 16; i++) {
-        *reinterpret_cast<u32*>(columns + column_offset(n, 8 * i + 2 * c, N)) = piece[i / 2][i % 2];
+      for (u32 i = 0; i < 16; i++) {  // number 8 i + 2 c
+        *reinterpret_cast<u32*>(columns + (first ^ i % 8 * 16) + i / 8 * N * 128) = piece[i / 2][i % 2];
       }
     }
-    if (c == 0) m.weights[group][weight_place(n)] = w;
+    if (c == 0) m.weights[set][weight_place(n)] = w;
     return held;
   }
 
   // Group `g` of a query, times its scale relative to the query's largest and 2^6 in e4m3 or 2 in float16; false where
   // that is not exact.
-  static __device__ __forceinline__ bool put_group(unsigned char* columns, int n, int g, const uint4& all, u32 codes) {
+  static __device__ __forceinline__ bool put_group(unsigned char* columns, u32 n, u32 g, const uint4& all, u32 codes) {
     constexpr u32 LEAST = GROUPED ? 14 : Fp4Half::LEAST;
     u32 below = Fp4::largest(codes) - (codes >> 8 * g & 255), word[4] = {all.x, all.y, all.z, all.w};
+    if constexpr (GROUPED) {
+      u32 factor = (27 - min(below, LEAST)) * 0x04000400u, even[4], odd[4];  // 2^12 / 2^below
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      if constexpr (GROUPED) {
-        u32 factor = (27 - min(below, LEAST)) * 0x04000400u, at = byte_offset(n, 32 * g + 4 * i);  // 2^12 / 2^below
-        *reinterpret_cast<u32*>(columns + at) = Fp4::scaled(Fp4::even(word[i]), factor);
-        at = byte_offset(n, 32 * g + 16 + 4 * i);
-        *reinterpret_cast<u32*>(columns + at) = Fp4::scaled(Fp4::odd(word[i]), factor);
-      } else {
+      for (int i = 0; i < 4; i++) {
+        even[i] = Fp4::scaled(Fp4::even(word[i]), factor);
+        odd[i] = Fp4::scaled(Fp4::odd(word[i]), factor);
+      }
+      *reinterpret_cast<uint4*>(columns + byte_offset(n, 32 * g)) = make_uint4(even[0], even[1], even[2], even[3]);
+      *reinterpret_cast<uint4*>(columns + byte_offset(n, 32 * g + 16)) = make_uint4(odd[0], odd[1], odd[2], odd[3]);
+    } else {
+      u32 first = column_offset(n, 2 * g, N);
+#pragma unroll
+      for (u32 i = 0; i < 4; i++) {
         u32 pair[4];
         Fp4Half::decode(pair, word[i], Fp4Half::factor(below));
 #pragma unroll
-        for (int k = 0; k < 4; k++) {
-          *reinterpret_cast<u32*>(columns + column_offset(n, 32 * i + 8 * k + 2 * g, N)) = pair[k];
+        for (u32 k = 0; k < 4; k++) {  // number 32 i + 8 k + 2 g
+          u32 at = (first ^ (4 * i + k) % 8 * 16) + i / 2 * N * 128;
+          *reinterpret_cast<u32*>(columns + at) = pair[k];
         }
       }
     }
     return below <= LEAST || !((all.x | all.y | all.z | all.w) & 0x77777777u);
   }
 
-  // Loads a lane's vectors of a query, 64 bytes from each other; queries may stand at any byte.
+  // A lane's vectors of a query, 64 bytes from each other, where they stand at whole 16 bytes: without a branch, so that
+  // nothing is ahead of it; else byte for byte.
   template <int VECTORS>
-  __device__ __forceinline__ void load_bytes(uint4* to, const unsigned char* at, int c) const {
-    if (__builtin_expect(reinterpret_cast<u64>(at) % 16 == 0, 1)) {
+  __device__ __forceinline__ void load_vectors(uint4 (&to)[VECTORS], const unsigned char* at, u32 c) const {
 #pragma unroll
-      for (int i = 0; i < VECTORS; i++) to[i] = *reinterpret_cast<const uint4*>(at + 64 * i + 16 * c);
-      return;
+    for (int i = 0; i < VECTORS; i++) {
+      asm volatile(
+          "{\n.reg .pred p;\nsetp.eq.u32 p, %5, 0;\n@p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+          : "+r"(to[i].x), "+r"(to[i].y), "+r"(to[i].z), "+r"(to[i].w)
+          : "l"(at + 64 * i + 16 * c), "r"(static_cast<u32>(reinterpret_cast<u64>(at) % 16)));
     }
-    __align__(16) unsigned char copy[VECTORS * 16];
+  }
+  template <int VECTORS>
+  __device__ __forceinline__ void load_bytes(uint4 (&to)[VECTORS], const unsigned char* at, u32 c) const {
+    if (seldom(reinterpret_cast<u64>(at) % 16)) {
+      __align__(16) unsigned char copy[VECTORS * 16];
 #pragma unroll
-    for (int i = 0; i < VECTORS * 16; i++) copy[i] = at[i / 16 * 64 + 16 * c + i % 16];
+      for (int i = 0; i < VECTORS * 16; i++) copy[i] = at[i / 16 * 64 + 16 * c + i % 16];
 #pragma unroll
-    for (int i = 0; i < VECTORS; i++) to[i] = reinterpret_cast<uint4*>(copy)[i];
+      for (int i = 0; i < VECTORS; i++) to[i] = reinterpret_cast<uint4*>(copy)[i];
+    }
   }
 
   __device__ __forceinline__ u32 scales_of(int row, int head) const {
@@ -519,44 +591,48 @@ struct Scorer {
   }
 
   // A lane's four weights of two times eight columns stand together.
-  static __device__ __forceinline__ int weight_place(int n) { return n / 16 * 16 + n % 8 / 2 * 4 + n / 8 % 2 * 2 + n % 2; }
-  __device__ __forceinline__ float4 weights_of(int group, int j) const {
-    return *reinterpret_cast<const float4*>(&m.weights[group][8 * j + lane() % 4 * 4]);
+  static __device__ __forceinline__ u32 weight_place(u32 n) { return n / 16 * 16 + n % 8 / 2 * 4 + n / 8 % 2 * 2 + n % 2; }
+  __device__ __forceinline__ float4 weights_of(int set, int j) const {
+    return *reinterpret_cast<const float4*>(&m.weights[set][8 * j + lane() % 4 * 4]);
   }
   __device__ __forceinline__ float4 weights_of(int group, int j, const float (&held)[N / 4]) const {
-    return HELD ? make_float4(held[2 * j], held[2 * j + 1], held[2 * j + 2], held[2 * j + 3]) : weights_of(group, j);
+    return HELD ? make_float4(held[2 * j], held[2 * j + 1], held[2 * j + 2], held[2 * j + 3])
+                : weights_of(set_of(group), j);
   }
 
-  // Queries of one block of rows come before its lengths are known, which say how many of its pages are dealt out here.
-  __device__ __forceinline__ int dealt_here(int group) const {
-    int keys = 0;
-#pragma unroll
-    for (int r = 0; r < ROWS; r++) keys = max(keys, m.keys[group][r]);
-    return dealt(pages_in(keys));
-  }
-
-  __device__ __forceinline__ void consume(int group, int next, int count) {
-    wait_for_leader();  // which may have written queries, their scales and weights, and nothing else that is read here
-    Places places(m, group);
-    Turn turn(group, count);
-    bool odd = false;
+  __device__ __forceinline__ void consume(int group) {
     float held[N / 4];
     Block rows;
-    rows.first = -1;
+    bool odd = false;
+    wait_for_leader();  // which may have written queries, their scales and weights, and nothing else that is read here
+    if constexpr (ALONE) {  // queries come first: what is asked for behind the first pages waits for those
+      Query query[EARLY];
+#pragma unroll
+      for (int i = 0; i < EARLY; i++) query[i] = ask(0, threadIdx.x + GROUPS * 128 * i);
+      take_registers();
+      odd = put_queries(query);
+      look_at(group, 0, held, rows);
+    } else {
+      be_told();
+      take_registers();
+      rows.first = -1;
+    }
+    Places places(m, group);
+    Turn turn(group, m.share.count);
+    int next = ALONE ? 0 : m.share.row;
 #pragma unroll 1
     while (TOLD || turn.left > 0) {
-      if (next != rows.first) {  // for the first row before its first page has come
-        odd = load_queries(group, next, held, rows);
-        if constexpr (ALONE) {
-          turn = Turn(group, dealt_here(group));
-          if (turn.left == 0) return;
-        }
+      if (!ALONE && next != rows.first) {  // for the first row before its first page has come
+        odd = load_queries(group, next);
+        look_at(group, next, held, rows);
       }
       barrier_wait(&m.full[turn.slot], turn.parity);
       Unit unit = m.unit[turn.slot];
-      next = unit.row;
-      if (TOLD && next < 0) return;
-      if (next != rows.first) continue;
+      if constexpr (!ALONE) {
+        next = unit.row;
+        if (TOLD && next < 0) return;
+        if (next != rows.first) continue;
+      }
       if constexpr (GROUPED) {
         score_groups(group, turn.slot, places, rows, unit, held, odd);
       } else if constexpr (FP4) {
@@ -651,6 +727,8 @@ struct Scorer {
     if (far || odd) store_plainly(group, unit, plainly);
   }
 
+  static constexpr u32 MOST_APART = 64;  // powers of two between a key's scales up to which groups are added by them
+
   // MXFP4 of few columns: each group of 32 numbers by itself, in e4m3, times 32 heads; groups are added up by their scales.
   __device__ __forceinline__ void score_groups(int group, int slot, const Places& places, const Block& rows,
                                                const Unit& unit, float (&held)[N / 4], bool odd) const {
@@ -659,7 +737,7 @@ struct Scorer {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       u32 word[4];
-      load_matrices(word, pointer_to(places.keys + stage + half * 512));
+      load_matrices(word, pointer_to(places.keys + stage + half * 128));
 #pragma unroll
       for (int g = 0; g < 4; g++) {
         a[g][half] = Fp4::even(word[g]);
@@ -671,7 +749,12 @@ struct Scorer {
 #pragma unroll
     for (int r = 0; r < ROWS; r++) sum[r][0] = sum[r][1] = 0.0f;
     multiply_group(d, a[0], places.columns, 0, 0);
-    store_pair(places.powers, power_bits(codes), power_bits(codes >> 8));
+    // Groups are added relative to a key's first, whose scale is multiplied with at the end: sums of floats do not change
+    // by powers of two. Exponents are a float's.
+    u32 first = codes & 255, other = 127 - __shfl_sync(EVERY, first, lane() & 30);
+    u32 relative[2] = {first + other, (codes >> 8) + other};
+    bool far = max(relative[0] - (127 - MOST_APART), relative[1] - (127 - MOST_APART)) > 2 * MOST_APART;
+    store_pair(places.powers, lane() % 2 ? relative[0] << 23 : power_bits(first), relative[1] << 23);
     __syncwarp();
     uint4 low = load_vector(places.power), high = load_vector(places.power + 128);
     float of_low[4] = {__uint_as_float(low.x), __uint_as_float(low.y), __uint_as_float(low.z), __uint_as_float(low.w)};
@@ -680,24 +763,25 @@ struct Scorer {
     for (int i = 0; i < ALL; i++) {
       multiplied<0>();
       add_group(all, d, of_low[i % 4], of_high[i % 4], i % 4 == 0);
-      if (i + 1 < ALL) multiply_group(d, a[(i + 1) % 4], places.columns, (i + 1) / 4 * 32, (i + 1) % 4);
-      if (i % 4 == 3) {
+      int next = i + 1;
+      if (next < ALL) multiply_group(d, a[next % 4], places.columns, next / 4 * 32, next % 4);
+      if (next % 4 == 0) {
 #pragma unroll
         for (int j = 0; j < 4; j += 2) {
           add_weighed(sum[i / 4 * 32 / HEADS], all[j], all[j + 1], weights_of(group, i / 4 * 4 + j, held));
         }
       }
     }
-    store<0, ROWS>(rows, unit, sum, 1.0f);
-    u32 large = __ballot_sync(EVERY, (codes & codes << 1 & 0x8080) && unit.first < rows.scaled);
-    if (large || odd) {  // 2^65 and above, and NaN
+    store<0, ROWS>(rows, unit, sum, lane() % 2 ? of_high[0] : of_low[0]);
+    u32 large = __ballot_sync(EVERY, (far || (codes & codes << 1 & 0x8080)) && unit.first < rows.scaled);
+    if (large || odd) {  // too far apart, 2^65 and above, and NaN
       bool plainly[2] = {odd || large >> lane() / 4 * 2 & 3, odd || large >> (lane() / 4 * 2 + 16) & 3};
       store_plainly(group, unit, plainly);
     }
   }
 
   // A power of two of a code below 255, as a float's bits.
-  static __device__ __forceinline__ u32 power_bits(u32 code) { return max(code << 23 & 0x7f800000u, 0x00400000u); }
+  static __device__ __forceinline__ u32 power_bits(u32 code) { return max(code << 23, 0x00400000u); }
 
   static __device__ __forceinline__ void add_group(float (&all)[4][4], const float (&d)[4][4], float low, float high,
                                                    bool first) {
@@ -705,8 +789,7 @@ struct Scorer {
     for (int j = 0; j < 4; j++) {
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        float by = i < 2 ? low : high;
-        all[j][i] = first ? d[j][i] * by : fmaf(d[j][i], by, all[j][i]);
+        all[j][i] = first ? d[j][i] : fmaf(d[j][i], i < 2 ? low : high, all[j][i]);
       }
     }
   }
@@ -806,14 +889,14 @@ struct Scorer {
     __syncwarp();  // behind what was stored before
 #pragma unroll 1
     for (int i = 0; i < 2 * ROWS; i++) {
-      int row = unit.row / ROWS * ROWS + i / 2, key = warp() % 4 * 16 + lane() / 4 + i % 2 * 8;
+      int row = unit.row / ROWS * ROWS + i / 2, key = key_of(lane() / 4, i % 2);
       bool mine = i % 2 ? plainly[1] : plainly[0];
       if (!__any_sync(EVERY, mine)) continue;
       float sum = add_plainly(page, key, row);
       sum += __shfl_xor_sync(EVERY, sum, 1);
       sum += __shfl_xor_sync(EVERY, sum, 2);
       char* out = static_cast<char*>(p.out) + (row * p.out_row + key) * (p.out_bf16 ? 2 : 4);
-      if (lane() % 4 == 0 && mine) put(unit, out, sum * 0.5f, m.keys[group][i / 2] - key);
+      if (lane() % 4 == 0 && mine) put(unit, out, sum * 0.5f, m.keys[set_of(group)][i / 2] - key);
     }
   }
 
@@ -825,29 +908,29 @@ struct Scorer {
     else reinterpret_cast<float*>(out)[unit.first] = score;
   }
 
-  // Page numbers and queries come near while the lengths are still under way.
+  // Page numbers and queries come near while the lengths are still under way: what is asked for behind the first pages
+  // waits for those. Every block asks for a part, unless there is more than all of them ask for at once.
   __device__ __forceinline__ void prefetch_all() const {
-    constexpr int LINES = 8192;
-    if (p.room <= 0) return;
-    int line = blockIdx.x * GROUPS * 128 + threadIdx.x;
-    long long table = (p.requests - 1) * p.table_row + pages_in(p.room);
-    if (table <= LINES * 32 && line * 32 < table) prefetch(p.table + line * 32);
-    long long queries = (p.rows - 1) * p.q_row + p.heads * p.q_head;
-    if (queries <= LINES * 128 && line * 128 < queries) prefetch(p.q + line * 128);
+    const long long most = GROUPS * 128 * SECTOR * gridDim.x;
+    const u32 at = (threadIdx.x * gridDim.x + blockIdx.x) * SECTOR;
+    auto bring = [&](const void* from, long long bytes) {
+      if (at < bytes && bytes <= most) prefetch(static_cast<const char*>(from) + at);
+    };
+    bring(p.table, ((p.requests - 1) * p.table_row + pages_in(p.room)) * 4);
+    bring(p.q, (p.rows - 1) * p.q_row + (p.heads - 1) * p.q_head + Element::BYTES);
+    bring(p.weights, ((p.rows - 1) * p.weights_row + p.heads) * (p.weights_bf16 ? 2 : 4));
+    if constexpr (FP4) bring(p.q_scale, (p.rows - 1) * p.q_scale_row + (p.heads - 1) * p.q_scale_head + 4);
   }
 
-  // The warpgroups make the barriers, and all threads meet.
+  // A warp that copies makes the barriers of its own slots.
   __device__ __forceinline__ void begin_ring() const {
-#pragma unroll
-    for (int i = 0; i < STAGES; i += GROUPS * 4) {
-      int slot = i + warp();
-      if (lane() == 0 && slot < STAGES) {
-        barrier_init(&m.full[slot], 1);
-        barrier_init(&m.empty[slot], 4);
-      }
+    if (lane() < STAGES / 4) {
+      int slot = 4 * lane() + warp() % 4;
+      barrier_init(&m.full[slot], 1);
+      barrier_init(&m.empty[slot], 4);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    __syncthreads();
+    __syncwarp();
   }
 
   static __device__ __forceinline__ void take_registers() {
@@ -871,14 +954,8 @@ struct Scorer {
       else copy_many();
       return;
     }
-    begin_ring();
-    if constexpr (!ALONE) {
-      prefetch_all();
-      be_told();
-    }
-    take_registers();
-    Share mine = ALONE ? Share{0, 0, 1 << 30} : m.share;
-    consume(group, mine.row, mine.count);
+    if constexpr (!ALONE) prefetch_all();
+    consume(group);
   }
 };
 

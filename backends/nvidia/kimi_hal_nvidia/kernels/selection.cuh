@@ -20,13 +20,17 @@ struct Selection {
   int selected, slots, selected_bf16;
 };
 
+// A condition whose code stands before what is done else.
+__device__ __forceinline__ bool often(bool condition) { return __builtin_expect(condition, true); }
+
 constexpr int DIGIT = 11, BINS = 1 << DIGIT;
 constexpr int MOST_K = 2048;
 
 struct Tally {
   uint4 bins[BINS / 4];
   u32 sums[2][32];
-  u32 found[3], listed, collected;
+  uint4 found;  // see `find`
+  u32 listed, collected;
 };
 
 template <typename Score>
@@ -70,8 +74,10 @@ __device__ __forceinline__ void count_at(Tally& t, u32 byte) {
 
 template <int THREADS>
 __device__ __forceinline__ void clear_bins(Tally& t) {
+  constexpr int EACH = THREADS < BINS / 4 ? BINS / 4 / THREADS : 1;
+  if (THREADS > BINS / 4 && threadIdx.x >= BINS / 4) return;
 #pragma unroll
-  for (u32 i = threadIdx.x; i < BINS / 4; i += THREADS) t.bins[i] = make_uint4(0, 0, 0, 0);
+  for (int i = 0; i < EACH; i++) t.bins[i * THREADS + threadIdx.x] = make_uint4(0, 0, 0, 0);
 }
 
 // Finds the largest bin that, with all above it, holds `needed`: found = {bin, keys above it, keys in it}. `take` gives
@@ -95,15 +101,13 @@ __device__ __forceinline__ void find(Tally& t, u32 needed, u32 turn, Take take) 
   u32 sums = lane() < warp() ? t.sums[turn][lane()] : 0;
   u32 over = __reduce_add_sync(EVERY, sums) + until - sum;
   if (over < needed && needed <= over + sum) {
+    uint4 found = make_uint4(BINS - 1 - threadIdx.x * EACH, over, mine[0], 0);
 #pragma unroll
-    for (int i = 0; i < EACH; i++) {
-      if (over < needed && needed <= over + mine[i]) {
-        t.found[0] = BINS - 1 - (threadIdx.x * EACH + i);
-        t.found[1] = over;
-        t.found[2] = mine[i];
-      }
-      over += mine[i];
+    for (int i = 1; i < EACH; i++) {
+      over += mine[i - 1];
+      if (over < needed) found.x--, found.y = over, found.z = mine[i];
     }
+    t.found = found;
   }
   __syncthreads();
 }
@@ -164,13 +168,32 @@ struct Row {
     else static_cast<float*>(p.scores_out)[where] = x;
   }
 
-  // Writes staged positions as winners `to` and on.
-  __device__ __forceinline__ void write(const int* staged, u32 to, u32 winners) const {
-#pragma unroll 2
-    for (u32 i = threadIdx.x; i < winners; i += THREADS) {
-      int place = staged[i];
-      p.out[row * p.out_row + to + i] = place;
-      if (p.selected) select(to + i, as_float(at[place]));
+  // Writes staged positions as winners `to` and on, or the slots of positions whose pages are all `present`.
+  __device__ __forceinline__ void write(const int* staged, u32 to, u32 winners, bool present) const {
+    constexpr int EACH = MOST_K / THREADS;
+    int place[EACH], what[EACH];
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      u32 from = i * THREADS + threadIdx.x;
+      place[i] = what[i] = from < winners ? staged[from] : 0;
+    }
+    if (present && p.slots) {
+      const int* table = p.table + request * p.table_row;
+#pragma unroll
+      for (int i = 0; i < EACH; i++) {
+        u32 size = p.page, page = static_cast<u32>(place[i]) / size;
+        what[i] = table[page] * size + (place[i] - page * size);
+      }
+    }
+    to += threadIdx.x;
+    int* out = p.out + row * p.out_row + to;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      if (i * THREADS + threadIdx.x < winners) out[i * THREADS] = what[i];
+    }
+    if (p.selected) {
+#pragma unroll 1
+      for (u32 i = threadIdx.x; i < winners; i += THREADS, to += THREADS) select(to, as_float(at[staged[i]]));
     }
   }
 

@@ -28,6 +28,7 @@ __device__ __forceinline__ u32 bin_of(float x) { return (pair_of_bins(x, x) & 0x
 // What the choice asks of keys; `each` of Keys calls back with every one of this thread's, score and position.
 template <typename Keys>
 struct Asked {
+  static constexpr bool PLAIN = false;
   template <typename F>
   __device__ __forceinline__ void each(F f) const {
     static_cast<const Keys*>(this)->each(f);
@@ -156,7 +157,7 @@ struct Slices {
     float mean = static_cast<float>(p.k) * size / row.n;
     u32 target = size == row.n ? p.k : min(size - 2 * WIDTH, static_cast<int>(mean + 4.5f * sqrtf(mean)) + 4);
     find<THREADS>(t, t.bins, target, together.turn ^= 1);
-    u32 bin = t.found[0], above = t.found[1], reached = above + t.found[2];
+    u32 bin = t.found.x, above = t.found.y, reached = above + t.found.z;
     if (bin == 0) return 0;
     u32 low = least_of_bin(bin);
     float room = 0.75f * LISTED * p.blocks;
@@ -171,7 +172,7 @@ struct Slices {
     }
     __syncthreads();
     find<THREADS>(t, t.bins, target - above, together.turn ^= 1);
-    return low + (t.found[0] << shift);
+    return low + (t.found.x << shift);
   }
 
   // Lists every key of the slice, as far as there is room.
@@ -237,9 +238,9 @@ struct Slices {
     hand_over(start, to);
   }
 
-  // Writes the winners of this slice in order.
+  // Writes the winners of this slice in order, or the slots of those that are `present`.
   template <typename Keys>
-  __device__ __forceinline__ void emit(const Keys& keys, const Cut& cut) {
+  __device__ __forceinline__ void emit(const Keys& keys, const Cut& cut, bool present) {
     int begin = position(row.rank), end = position(row.rank + 1);
     u32 to = cut.above, *words = reinterpret_cast<u32*>(m.map);
 #pragma unroll 1
@@ -267,7 +268,7 @@ struct Slices {
         for (u32 bits = words[i]; bits; bits &= bits - 1, mine--) stage(t)[at++] = from + i * 32 + __ffs(bits) - 1;
       }
       __syncthreads();
-      row.write(stage(t), to, total);
+      row.write(stage(t), to, total, present);
       to += total;
     }
   }
@@ -311,7 +312,8 @@ struct Slices {
     return every >= static_cast<u32>(p.k) && !full;
   }
 
-  __device__ __forceinline__ void run() {
+  // Selects, and tells whether what was written is final.
+  __device__ __forceinline__ bool run() {
     u32 threshold = row.n <= LISTED / 2 ? 0 : sampled();
     int first = min(row.rank * share, vectors), last = min(first + share, vectors);
     bool enough = false;
@@ -320,8 +322,8 @@ struct Slices {
       if (turn) {  // the sample was none: count all
         count_all(first, last);
         together.find_together(p.k);
-        if (t.found[0] == 0 || t.found[1] + t.found[2] > static_cast<u32>(LISTED * p.blocks)) break;
-        threshold = least_of_bin(t.found[0]);
+        if (t.found.x == 0 || t.found.y + t.found.z > static_cast<u32>(LISTED * p.blocks)) break;
+        threshold = least_of_bin(t.found.x);
         if (threadIdx.x == 0) t.collected = 0;
         __syncthreads();
       }
@@ -330,14 +332,16 @@ struct Slices {
       enough = told(turn);
       if (enough || threshold == 0) break;
     }
-    if (enough) choose(Listed<THREADS>(m.found, t.collected));
-    else choose(Unlisted<This, THREADS>(row, position(row.rank), position(row.rank + 1)));
+    if (enough) return choose(Listed<THREADS>(m.found, t.collected));
+    return choose(Unlisted<This, THREADS>(row, position(row.rank), position(row.rank + 1)));
   }
 
   template <typename Keys>
-  __device__ __forceinline__ void choose(const Keys& keys) {
-    Cut cut = together.choose(keys);
-    emit(keys, cut);
+  __device__ __forceinline__ bool choose(const Keys& keys) {
+    together.find_bin(keys);
+    bool present = together.plain(LIKES);
+    emit(keys, together.settle(keys), present);
+    return present;
   }
 };
 
@@ -359,9 +363,10 @@ __device__ __forceinline__ void select_slices(const Selection& p) {
   constexpr int WIDTH = This::WIDTH;
   int vectors = (row.n + row.skew + WIDTH - 1) / WIDTH, share = (vectors + p.blocks - 1) / p.blocks;
   Slices<Score, ROUND, THREADS, LISTED, WORDS, CLUSTERED, KEYS> slices{p, row, m, t, together, vectors, share};
+  bool present = false;
   if (row.n <= p.k) row.take_all();
-  else slices.run();
-  if (p.slots) {
+  else present = slices.run();
+  if (p.slots && !present) {
     if constexpr (CLUSTERED) cluster_sync();
     else __syncthreads();
     row.to_slots(t, together.turn ^ 1);

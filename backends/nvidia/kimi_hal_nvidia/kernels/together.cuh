@@ -10,6 +10,33 @@ constexpr u32 RANKED = 160;  // keys that are compared all with all
 // A key's place in the strict order: the higher score, then the lower position. No two keys have the same.
 __device__ __forceinline__ u64 strict(u32 key, u32 place) { return static_cast<u64>(key) << 32 | ~place; }
 
+// Calls back once with each of these keys, and how many of them are greater. A warp compares some of them with all at
+// once, two counts to a word.
+template <int THREADS, typename F>
+__device__ __forceinline__ void compare(const u64* keys, u32 size, F f) {
+  constexpr u32 WARPS = THREADS / 32, EACH = WARPS > 16 ? 2 : 4;
+#pragma unroll 1
+  for (u32 first = warp(); first < size; first += WARPS * EACH) {
+    u64 mine[EACH];
+    u32 greater[EACH / 2] = {};
+#pragma unroll
+    for (u32 e = 0; e < EACH; e++) mine[e] = keys[min(first + e * WARPS, size - 1)];
+#pragma unroll 1
+    for (u32 j = lane(); j < size; j += 32) {
+      u64 one = keys[j];
+#pragma unroll
+      for (u32 e = 0; e < EACH; e++) greater[e / 2] += static_cast<u32>(one > mine[e]) << e % 2 * 16;
+    }
+    u32 counts = 0, which = first + lane() * WARPS;
+#pragma unroll
+    for (u32 e = 0; e < EACH / 2; e++) {
+      u32 sum = __reduce_add_sync(EVERY, greater[e]);
+      counts = lane() / 2 == e ? sum : counts;
+    }
+    if (lane() < EACH && which < size) f(keys[which], counts >> lane() % 2 * 16 & 0xffff);
+  }
+}
+
 constexpr int CLUSTER = 16;  // blocks at most
 constexpr int FEW = 4;       // blocks that give each other all of their bins, once
 
@@ -196,29 +223,6 @@ struct Together {
     return max(0, 64 - __clzll(static_cast<long long>(high - low)) - DIGIT);
   }
 
-  // Notes the needed-th best of these keys. A warp compares some of them with all at once, two counts to a word.
-  __device__ __forceinline__ void compare(const u64* keys, u32 size, u32 needed) const {
-    constexpr u32 WARPS = THREADS / 32, EACH = WARPS > 16 ? 2 : 4;
-#pragma unroll 1
-    for (u32 first = warp(); first < size; first += WARPS * EACH) {
-      u64 mine[EACH];
-      u32 greater[EACH / 2] = {};
-#pragma unroll
-      for (u32 e = 0; e < EACH; e++) mine[e] = keys[min(first + e * WARPS, size - 1)];
-#pragma unroll 1
-      for (u32 j = lane(); j < size; j += 32) {
-        u64 one = keys[j];
-#pragma unroll
-        for (u32 e = 0; e < EACH; e++) greater[e / 2] += static_cast<u32>(one > mine[e]) << e % 2 * 16;
-      }
-#pragma unroll
-      for (u32 e = 0; e < EACH; e++) {
-        if (e % 2 == 0) greater[e / 2] = __reduce_add_sync(EVERY, greater[e / 2]);
-        if ((greater[e / 2] >> e % 2 * 16 & 0xffff) == needed - 1 && lane() == 0) m.last = mine[e];
-      }
-    }
-  }
-
   // The needed-th best of the keys, all of which are from `low` to `high`.
   __device__ __forceinline__ void kth(u32 size, u32 needed, u64 low, u64 high) {
     const u64* from = CLUSTERED ? m.list : m.own;
@@ -229,18 +233,20 @@ struct Together {
       for (u32 i = threadIdx.x; i < size; i += THREADS) count(t, static_cast<u32>((from[i] - low) >> shift));
       __syncthreads();
       find<THREADS>(t, t.bins, needed, turn ^= 1);
-      u32 digit = t.found[0];
+      u32 digit = t.found.x;
 #pragma unroll 1
       for (u32 i = threadIdx.x; i < size; i += THREADS) {
         u64 one = from[i];
         if (static_cast<u32>((one - low) >> shift) == digit) to[atomicAdd(&t.listed, 1u)] = one;
       }
       __syncthreads();
-      needed -= t.found[1];
-      size = t.found[2];
+      needed -= t.found.y;
+      size = t.found.z;
       from = to;
     }
-    compare(from, size, needed);
+    compare<THREADS>(from, size, [&](u64 one, u32 greater) {
+      if (greater == needed - 1) m.last = one;
+    });
     __syncthreads();
   }
 
@@ -250,33 +256,44 @@ struct Together {
     high = static_cast<u64>(bin ? most_of_bin(bin) : NAN_ORDINAL) << 32 | 0xffffffffu;
   }
 
-  // Finds the k-th best. `keys` counts its keys by bins, counts those of higher bins than one, and calls back with
-  // each key of one bin.
+  // Finds the bin of the k-th best. `keys` counts its keys by bins, counts those of higher bins than one, and calls back
+  // with each key of one bin.
   template <typename Keys>
-  __device__ __forceinline__ Cut choose(const Keys& keys) {
+  __device__ __forceinline__ void find_bin(const Keys& keys) {
     keys.count_all(t);
     find_together(p.k);
-    u32 bin = t.found[0], needed = p.k - t.found[1], same = t.found[2];
+  }
+
+  // Whether that bin has real scores, and no more than `most`.
+  __device__ __forceinline__ bool plain(u32 most) const { return (t.found.x > MINUS_INFINITY_BIN) & (t.found.z <= most); }
+
+  // Finds the k-th best in its bin. Keys are PLAIN where `plain` said so.
+  template <typename Keys>
+  __device__ __forceinline__ Cut settle(const Keys& keys) {
+    constexpr bool PLAIN = Keys::PLAIN;
+    u32 bin = t.found.x, needed = p.k - t.found.y, same = t.found.z;
     u64 low = 0, high = ~0ull;  // of the bin's keys those that are in question, once there are bounds
-    bool open = same > needed || bin == 0;  // bin 0 may have been counted for what is no key
-    if (seldom(open && same > LIKES)) bounds(bin, low, high);
+    bool open = PLAIN || same > needed || bin == 0;  // bin 0 may have been counted for what is no key
+    if constexpr (!PLAIN) {
+      if (open && same > LIKES) bounds(bin, low, high);
 #pragma unroll 1
-    while (seldom(open && same > LIKES)) {
-      int shift = shift_of(low, high);
-      keys.each_of(bin, [&](u64 one) {
-        if (one >= low && one <= high) count(t, static_cast<u32>((one - low) >> shift));
-      });
-      find_together(needed);
-      low += static_cast<u64>(t.found[0]) << shift;
-      high = low + ((1ull << shift) - 1);
-      needed -= t.found[1];
-      same = t.found[2];
-      open = same > needed;
+      while (open && same > LIKES) {
+        int shift = shift_of(low, high);
+        keys.each_of(bin, [&](u64 one) {
+          if (one >= low && one <= high) count(t, static_cast<u32>((one - low) >> shift));
+        });
+        find_together(needed);
+        low += static_cast<u64>(t.found.x) << shift;
+        high = low + ((1ull << shift) - 1);
+        needed -= t.found.y;
+        same = t.found.z;
+        open = same > needed;
+      }
     }
     u32 wins = keys.above(bin);
     keys.each_of(bin, [&](u64 one) {
-      if (one > high || (!open && one >= low)) wins++;
-      else if (one >= low) m.own[atomicAdd(&m.told[0], 1u)] = one;
+      if (!PLAIN && (one > high || (!open && one >= low))) wins++;
+      else if (PLAIN || one >= low) m.own[atomicAdd(&m.told[0], 1u)] = one;
     });
     if constexpr (CLUSTERED) {
       wins = __reduce_add_sync(EVERY, wins);
