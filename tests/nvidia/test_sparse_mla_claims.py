@@ -153,8 +153,17 @@ def test_parts_of_any_number_meet_in_a_cluster_where_words_are_wanting(
     [{"form": 9, "parts": 1}, {"form": 1, "parts": 5}, {"form": 5, "parts": 2, "left": 1}, {"parts": 64}],
 )
 def test_a_table_that_names_no_way_of_cutting_is_refused_with_a_sentence(chosen: dict[str, int]) -> None:
-    with pytest.raises(TableError, match=r"sparse_mla cannot cut 32 tiles of keys for 8 rows by .*--tune"):
+    with pytest.raises(TableError, match=r"sparse_mla cannot cut 32 tiles of keys by .*--tune"):
         cut(SparseMLASpec(num_heads=12, latent=FP8), limits(8), chosen)
+
+
+def test_a_table_s_line_holds_for_all_rows_of_its_class_in_clusters_where_more_would_be_left() -> None:
+    spec, chosen = SparseMLASpec(num_heads=12, latent=FP8), {"form": 1, "parts": 2, "left": 1}
+    few, many = (cut(spec, limits(rows), chosen) for rows in (320, 512))
+    assert few == many
+    words = torch.zeros(8)
+    assert sparse_mla.words_of(spec, limits(320), few, words) is words
+    assert sparse_mla.words_of(spec, limits(512), many, words) is None
 
 
 @pytest.mark.parametrize(

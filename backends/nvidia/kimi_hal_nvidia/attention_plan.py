@@ -180,11 +180,16 @@ def cost(spec: SparseMLASpec, limits: Limits, way: Way) -> float:
     return START + took
 
 
-def ways(spec: SparseMLASpec, limits: Limits) -> list[Way]:
-    """Return the ways that are possible, what is expected to take the least time first."""
+def possible(spec: SparseMLASpec) -> list[Way]:
+    """Return the ways that there are for a row's keys."""
     clusters = [Way(f, parts) for f in forms(spec) for parts in CLUSTERS if f.takes(tiles(spec), parts)]
     met = [Way(f, parts, left=True) for f in forms(spec) for parts in LEFT if f.leaves(tiles(spec), parts)]
-    found = clusters + [way for way in met if left(spec, limits, way) <= MOST_LEFT]
+    return clusters + met
+
+
+def ways(spec: SparseMLASpec, limits: Limits) -> list[Way]:
+    """Return those that leave no more than they may, what is expected to take the least time first."""
+    found = [way for way in possible(spec) if left(spec, limits, way) <= MOST_LEFT]
     return sorted(found, key=lambda way: cost(spec, limits, way))
 
 
@@ -197,16 +202,15 @@ def cut(spec: SparseMLASpec, limits: Limits, chosen: Mapping[str, int]) -> Way:
         chosen: a configuration, ``Way.configuration``; empty: what is expected to take the least time.
 
     Raises:
-        TableError: there is no such way for these sizes.
+        TableError: there is no such way.
     """
-    found = ways(spec, limits)
     if not chosen:
-        return found[0]
-    way = next((way for way in found if way.configuration == chosen), None)
+        return ways(spec, limits)[0]
+    way = next((way for way in possible(spec) if way.configuration == chosen), None)
     if way is None:
         said = ", ".join(f"{name} {value}" for name, value in chosen.items())
         raise TableError(
-            f"sparse_mla cannot cut {tiles(spec)} tiles of keys for {limits.max_rows} rows by {said}: "
+            f"sparse_mla cannot cut {tiles(spec)} tiles of keys by {said}: "
             "take that line out of the table of measurements, or measure again by kimi-hal bench --tune."
         )
     return way
