@@ -172,6 +172,22 @@ MERGED = ("1 × 12", "1 × 96", "8 × 12", "64 × 12", "64 × 96", "320 × 12", 
             "ours_ms",
             1,
         ),
+        *(
+            (
+                ATTENTION,
+                label,
+                which,
+                "sparse_mla",
+                f"prefill 12 heads FP8, {{}} rows × 128K{beside}",
+                PREFILL,
+                field,
+                1,
+            )
+            for which, (label, beside) in enumerate(
+                (("FlashMLA, 64 heads over bf16", ""), ("FlashMLA, 16 heads over bf16", ", beside 16 heads"))
+            )
+            for label, which, field in ((label, 0, "peer_ms"), ("of its time, goal 1.8", which, "ratio"))
+        ),
         (
             ATTENTION,
             "96 heads, FP8",
