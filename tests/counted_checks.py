@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from contexts import context
+
 from kimi_hal.dispatch.contract import BuildContext, Capability, Sizes
-from kimi_hal.ops import OPERATORS, check
 from kimi_hal.ops.spec import Limits, Spec
 
 
@@ -18,21 +20,10 @@ class CountedChecks:
         self, operator: str, spec: Spec, limits: Limits, sizes: Sizes, capability: Capability
     ) -> BuildContext:
         """Return the context of a plan on Hopper."""
-        asked = check.compiled(OPERATORS[operator], spec, limits, sizes, capability=capability, device="cpu")
+        made = context(operator, spec, limits, sizes, capability)
 
         def counted(**operands: Any) -> None:
             self.checked += 1
-            asked(**operands)
+            made.check(**operands)
 
-        return BuildContext(
-            operator=operator,
-            spec=spec,
-            limits=limits,
-            device="cpu",
-            arch="sm_90",
-            sizes=sizes,
-            group=None,
-            persistent=None,
-            check=counted,
-            settings={},
-        )
+        return replace(made, check=counted, persistent=None)

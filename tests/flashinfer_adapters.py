@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import flashinfer_fakes
 import pytest
 import torch
+from contexts import context as context_of
 from index_cases import int32
 from torch import Tensor
 
 from kimi_hal import formats
 from kimi_hal.dispatch.contract import BuildContext
 from kimi_hal.errors import ContractError
-from kimi_hal.ops import OPERATORS, check
 from kimi_hal.ops.sparse_mla import SparseMLASpec
 from kimi_hal.ops.spec import DCP, Limits
 from kimi_hal.reference import sparse_mla as reference_mla
@@ -42,26 +43,9 @@ HELD = torch.full((1 << 28,), 0xFF, dtype=torch.uint8)
 
 def context(name: str, spec: SparseMLASpec) -> BuildContext:
     limits = Limits(max_rows=ROWS, max_reqs=ROWS)
-    sizes = BUILDERS[name][1](spec, limits, CLAIMS[name].capabilities[0].arch[0])
-    return BuildContext(
-        operator="sparse_mla",
-        spec=spec,
-        limits=limits,
-        device="cpu",
-        arch=CLAIMS[name].capabilities[0].arch[0],
-        sizes=sizes,
-        group=None,
-        persistent=None,
-        check=check.compiled(
-            OPERATORS["sparse_mla"],
-            spec,
-            limits,
-            sizes,
-            capability=CLAIMS[name].capabilities[0],
-            device="cpu",
-        ),
-        settings={},
-    )
+    (capability,) = CLAIMS[name].capabilities
+    arch = capability.arch[0]
+    return context_of("sparse_mla", spec, limits, BUILDERS[name][1](spec, limits, arch), capability, arch)
 
 
 def specified(name: str, **fields: Any) -> SparseMLASpec:
@@ -202,12 +186,8 @@ def check_parts_of_a_call_are_those_of_one() -> None:
         spec = specified(name)
         given = operands(spec, 40)
         whole = BUILDERS[name][0](context(name, spec))(*given)
-        for module in (flashinfer, xqa):
-            module.attention_calls.built = lambda ctx, attend, together: kept(ctx, attend, 3)  # type: ignore[attr-defined]
-        try:
+        with mock.patch.object(attention_calls, "built", lambda ctx, attend, together: kept(ctx, attend, 3)):
             parts = BUILDERS[name][0](context(name, spec))(*given)
-        finally:
-            attention_calls.built = kept
         assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import peer_fakes
 import torch
+from contexts import context as context_of
 from index_cases import int32
 from torch import Tensor
 
 from kimi_hal import formats
 from kimi_hal.dispatch.contract import BuildContext, Sizes
-from kimi_hal.ops import OPERATORS, check
 from kimi_hal.ops.indexer import IndexerSpec
 from kimi_hal.ops.sparse_mla import SparseMLASpec
 from kimi_hal.ops.spec import DCP, Limits, Spec
@@ -36,20 +36,7 @@ FIRST = {(i.operator, i.name): i.capabilities for i in ADAPTERS}
 
 def context(operator: str, spec: Spec, limits: Limits, name: str, size: Any = None) -> BuildContext:
     sizes = size(spec, limits, "sm_90") if size else Sizes()
-    return BuildContext(
-        operator=operator,
-        spec=spec,
-        limits=limits,
-        device="cpu",
-        arch="sm_90",
-        sizes=sizes,
-        group=None,
-        persistent=torch.zeros(sizes.persistent, dtype=torch.uint8) if sizes.persistent else None,
-        check=check.compiled(
-            OPERATORS[operator], spec, limits, sizes, capability=FIRST[operator, name][-1], device="cpu"
-        ),
-        settings={},
-    )
+    return context_of(operator, spec, limits, sizes, FIRST[operator, name][-1])
 
 
 def room(size: int) -> Tensor:

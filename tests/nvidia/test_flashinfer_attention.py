@@ -14,15 +14,14 @@ from typing import Any
 import flashinfer_fakes
 import pytest
 from interpreted import names, outcomes
+from machines import DRIVER, explained
 
 from kimi_hal.dispatch import matching
-from kimi_hal.dispatch.contract import Implementation, Probe
-from kimi_hal.dispatch.explain import Explanation, explain
-from kimi_hal.dispatch.loader import load
+from kimi_hal.dispatch.contract import Implementation
+from kimi_hal.dispatch.explain import Explanation
 from kimi_hal.ops.operator import get
 from kimi_hal.ops.sparse_mla import SparseMLASpec
 from kimi_hal.ops.spec import Limits
-from kimi_hal.settings import Settings
 from kimi_hal_nvidia.adapters import flashinfer, xqa
 from kimi_hal_nvidia.adapters.attention_claims import ATTENTION
 
@@ -140,20 +139,8 @@ def test_who_was_never_run_promises_nothing_and_says_so(kernel: Implementation) 
 
 def told(arch: str, name: str, implementation: str | None = None, **fields: Any) -> Explanation:
     """Explain a plan where such a device and FlashInfer are said to be."""
-    settings = Settings(backend="nvidia")
-    registry = load(settings)
-    facts = FACTS | {"nvidia-driver": "580.159.4"}
-    registry.get("nvidia")._probe = Probe(present=True, arch=arch, devices=("NVIDIA B200",), facts=facts)
     spec = SparseMLASpec(**({"num_heads": 12} | COVERED[name][1] | fields))
-    return explain(
-        "sparse_mla",
-        spec,
-        LIMITS,
-        device="cuda",
-        implementation=implementation,
-        settings=settings,
-        registry=registry,
-    )
+    return explained("sparse_mla", spec, LIMITS, arch, implementation, libraries=FACTS | DRIVER)
 
 
 @pytest.mark.parametrize("name", COVERED)

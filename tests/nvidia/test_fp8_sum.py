@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from machines import explained
 
-from kimi_hal.dispatch.contract import Probe
-from kimi_hal.dispatch.explain import Explanation, explain
-from kimi_hal.dispatch.loader import load
+from kimi_hal.dispatch.explain import Explanation
 from kimi_hal.ops.indexer import IndexerSpec, IndexerTopKSpec
 from kimi_hal.ops.spec import Limits
-from kimi_hal.settings import Settings
 
 NAME = "nvidia.cuda_fp8_sum"
 FP8, MXFP4 = "index.fp8.e4m3fn.pow2.page64", "index.mxfp4.page64"
@@ -28,19 +26,9 @@ def told(
     **fields: Any,
 ) -> Explanation:
     """Ask for an operator over so many rows of a request on a device of an architecture."""
-    settings = Settings(backend="nvidia")
-    registry = load(settings)
-    facts = {"nvidia-driver": "580.159"}
-    registry.backends["nvidia"]._probe = Probe(present=True, arch=arch, devices=("NVIDIA",), facts=facts)
-    return explain(
-        operator,
-        SPECS[operator](**{"index": FP8, "numerics": numerics, **fields}),
-        Limits(max_rows=rows, max_reqs=1, max_context=1024, rows_per_req=rows),
-        device="cuda",
-        implementation=name,
-        settings=settings,
-        registry=registry,
-    )
+    spec = SPECS[operator](**{"index": FP8, "numerics": numerics, **fields})
+    limits = Limits(max_rows=rows, max_reqs=1, max_context=1024, rows_per_req=rows)
+    return explained(operator, spec, limits, arch, name)
 
 
 def against(found: Explanation) -> list[str]:

@@ -6,15 +6,13 @@ from typing import Any
 
 import pytest
 from interpreted import names, outcomes
+from machines import explained
 
 from kimi_hal.dispatch import matching, versions
-from kimi_hal.dispatch.contract import Probe
-from kimi_hal.dispatch.explain import Explanation, explain
-from kimi_hal.dispatch.loader import load
+from kimi_hal.dispatch.explain import Explanation
 from kimi_hal.ops.indexer import IndexerSpec
 from kimi_hal.ops.operator import get
 from kimi_hal.ops.spec import Limits
-from kimi_hal.settings import Settings
 from kimi_hal_nvidia.implementations import IMPLEMENTATIONS
 from kimi_hal_nvidia.tensor_memory_claims import TENSOR_MEMORY
 
@@ -78,22 +76,12 @@ def test_it_ranks_behind_everything_that_fits_beside_it() -> None:
     assert CLAIM.execution == ("interpreted", "compile_only")
 
 
-def told(arch: str, device: str, name: str | None = None, *numerics: str, **fields: str) -> Explanation:
+def told(
+    arch: str, device: str, name: str | None = None, *numerics: str, execution: str = "native"
+) -> Explanation:
     """Explain a plan on a machine with this architecture."""
-    settings = Settings(backend="nvidia", **fields)
-    registry = load(settings)
-    facts = {"nvidia-driver": "580.159"}
-    registry.backends["nvidia"]._probe = Probe(present=True, arch=arch, devices=("NVIDIA",), facts=facts)
     spec = IndexerSpec(index=FP8, numerics=numerics)
-    return explain(
-        "indexer_logits",
-        spec,
-        LIMITS,
-        device=device,
-        implementation=name,
-        settings=settings,
-        registry=registry,
-    )
+    return explained("indexer_logits", spec, LIMITS, arch, name, device=device, execution=execution)
 
 
 def against(found: Explanation) -> list[str]:
