@@ -112,9 +112,8 @@ def test_few_entries_have_no_budget_by_luck() -> None:
 
 def test_few_entries_may_all_err_as_one_may() -> None:
     x = torch.tensor([0.7, 0.9, 0.8, 0.6], dtype=torch.float64)
-    off = (
-        12 * 2.0**-24 / 12**0.5
-    )  # what a right sum of 576 products was off by, where the reference's own was not
+    # What a right sum of 576 products was off by, where the reference's own was not.
+    off = 12 * 2.0**-24 / 12**0.5
     assert not compare("lse_out", (x + off).float(), x, x.float()).problem
     assert compare("lse_out", (x + 4 * off).float(), x, x.float()).problem
     many = x.repeat(64)

@@ -80,7 +80,6 @@ def test_a_sparse_decode_reads_the_keys_of_a_request_once_and_its_best_latents()
 
 def test_the_timed_sparse_decode_is_one_that_the_contract_admits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shapes, "ROWS", 3)
-    monkeypatch.setattr(shapes, "DECODED", 4096)
     asked = shapes.question("dsa_decode")
     check.compiled(asked.op, asked.spec, asked.limits, device="cpu")(**asked.operands)
     assert shapes.described(asked).startswith(

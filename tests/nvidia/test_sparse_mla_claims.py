@@ -128,23 +128,34 @@ def test_ways_that_meet_in_memory_are_tried_where_the_plan_asks_for_as_much() ->
     assert {"form": 1, "parts": 4, "left": 1} in some
     assert {"form": 1, "parts": 3} in some
     assert not any("left" in way for way in none)
+    asked = sizes.sparse_mla(spec, limits(32), "sm_90").workspace
     for way in some:
-        assert attention_plan.left(spec, limits(32), cut(spec, limits(32), way)) <= 4325376
+        assert attention_plan.left(spec, limits(32), cut(spec, limits(32), way)) <= asked
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Return how kernels are launched from here on: blocks in x and y, stream, and blocks of a cluster."""
+    every: list[tuple[int, ...]] = []
+    monkeypatch.setattr(sparse_mla.driver, "kernel", lambda *_, **__: None)
+    monkeypatch.setattr(sparse_mla.driver, "launcher", lambda *_, **__: lambda *how: every.append(how))
+    monkeypatch.setattr(sparse_mla, "raw_stream", lambda _: lambda: 0)
+    return every
+
+
+def attend_without_words(spec: SparseMLASpec, rows: int, chosen: dict[str, int]) -> None:
+    """Attend by a configuration, with no words to count parts by."""
+    attend = sparse_mla.Attention(spec, limits(rows), cut(spec, limits(rows), chosen), "sm_90", 0)
+    q, cache = torch.empty(rows, spec.num_heads, 576, dtype=torch.bfloat16), torch.empty(1, 64 * 576)
+    indices, out = torch.empty(rows, spec.topk), torch.empty(rows, spec.num_heads, 512)
+    attend(q, cache, indices, None, None, None, None, None, out, torch.empty(out.shape[:2]))
 
 
 def test_parts_of_any_number_meet_in_a_cluster_where_words_are_wanting(
-    monkeypatch: pytest.MonkeyPatch,
+    launched: list[tuple[int, ...]],
 ) -> None:
-    monkeypatch.setattr(sparse_mla.driver, "kernel", lambda *_, **__: None)
-    launched: list[tuple[int, ...]] = []
-    monkeypatch.setattr(sparse_mla.driver, "launcher", lambda *_, **__: lambda *how: launched.append(how))
-    monkeypatch.setattr(sparse_mla, "raw_stream", lambda _: lambda: 0)
     spec, rows = SparseMLASpec(num_heads=96, latent=FP8), 8
-    way = cut(spec, limits(rows), {"form": 2, "parts": 5, "left": 1})
-    attend = sparse_mla.Attention(spec, limits(rows), way, "sm_90", 0)
-    given = {"q": torch.empty(rows, 96, 576, dtype=torch.bfloat16), "cache": torch.empty(1, 64 * 576)}
-    indices, out, lse = torch.empty(rows, 2048), torch.empty(rows, 96, 512), torch.empty(rows, 96)
-    attend(*given.values(), indices, None, None, None, None, None, out, lse)
+    attend_without_words(spec, rows, {"form": 2, "parts": 5, "left": 1})
     assert launched == [(rows * 3 * 5, 1, 0, 5)]
 
 
@@ -196,17 +207,9 @@ def test_a_configuration_is_followed_and_the_builder_s_own_choice_is_one() -> No
 
 
 @pytest.mark.parametrize("rows", [133, 256, 70000])
-def test_an_uncut_row_of_few_keys_has_a_block_of_its_own(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    monkeypatch.setattr(sparse_mla.driver, "kernel", lambda *_, **__: None)
-    monkeypatch.setattr(sparse_mla.driver, "launcher", lambda *_, **__: lambda *_: None)
-    monkeypatch.setattr(sparse_mla, "raw_stream", lambda _: lambda: 0)
-    spec = SparseMLASpec(num_heads=12, latent=FP8, topk=128)
-    way = cut(spec, limits(rows), {"form": 5, "parts": 1})
-    attend = sparse_mla.Attention(spec, limits(rows), way, "sm_90", 0)
-    given = {"q": torch.empty(rows, 12, 576, dtype=torch.bfloat16), "cache": torch.empty(1, 64 * 576)}
-    indices, out, lse = torch.empty(rows, 128), torch.empty(rows, 12, 512), torch.empty(rows, 12)
-    attend(*given.values(), indices, None, None, None, None, None, out, lse)
-    assert attend.grid == rows
+def test_an_uncut_row_of_few_keys_has_a_block_of_its_own(launched: list[tuple[int, ...]], rows: int) -> None:
+    attend_without_words(SparseMLASpec(num_heads=12, latent=FP8, topk=128), rows, {"form": 5, "parts": 1})
+    assert launched == [(rows, 1, 0, 1)]
 
 
 @pytest.mark.parametrize("by", [1, 2, 3, 48, 64, 1000, 1 << 20, (1 << 31) - 1, (1 << 32) - 1])
