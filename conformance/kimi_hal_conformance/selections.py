@@ -206,7 +206,10 @@ def all_scores(trial: Trial, dtype: torch.dtype) -> Tensor:
 def score_slack(
     score: torch.dtype, exact: Tensor, reference: Tensor, lengths: Tensor, classes: Classes = NO_CLASSES
 ) -> float:
-    """Return how much worse than one left out a selected score may be: the budget of a score, twice rounded."""
+    """Return how much worse than one left out a selected score may be: the budget of a score, twice rounded.
+
+    Declared classes add what they cost.
+    """
     keys = (torch.arange(exact.shape[1]) < lengths[:, None]) & exact.isfinite()
     if not bool(keys.any()):
         return 0.0

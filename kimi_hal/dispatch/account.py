@@ -97,4 +97,4 @@ def _promises(plan: Plan) -> Iterator[str]:
     if not plan.choice.conforming:
         yield "not conforming: its tie rule is not the contract's"
     if plan.implementation.not_run:
-        yield f"not run before: {plan.implementation.not_run}"
+        yield f"not run: {plan.implementation.not_run}"

@@ -263,6 +263,7 @@ def described(asked: Question) -> str:
     )
     whole = {f.name: getattr(asked.spec, f.name) for f in dataclasses.fields(asked.spec)}
     specs = [asked.spec, *(part for part in whole.values() if isinstance(part, Spec))]  # a composite's parts
-    named = {name: str(kind) for name in KINDS for spec in specs if (kind := getattr(spec, name, None))}
-    kinds = list(named.values())
+    kinds = dict.fromkeys(
+        str(kind) for name in KINDS for spec in specs if (kind := getattr(spec, name, None))
+    )
     return ", ".join([*kinds, *parts])
