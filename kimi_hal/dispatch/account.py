@@ -40,6 +40,13 @@ def explanation(plan: Plan) -> Explanation:
     )
 
 
+def never_run(plan: Plan) -> str:
+    """Return why an implementation was never run, or which parts of a composition were not; else nothing."""
+    of_parts = {f"{name} by {part.name}": never_run(part) for name, part in plan.built.context.parts.items()}
+    told = "; ".join(f"{part}: {reason}" for part, reason in of_parts.items() if reason)
+    return plan.implementation.not_run or told
+
+
 def as_json(plan: Plan) -> str:
     """Return every field of the plan as a JSON text."""
     fields = {
@@ -51,7 +58,7 @@ def as_json(plan: Plan) -> str:
         "properties": dataclasses.asdict(plan.properties),
         "numerics": list(plan.implementation.numerics),
         "conforming": plan.choice.conforming,
-        "not_run": plan.implementation.not_run,
+        "not_run": never_run(plan),
         "bytes": dataclasses.asdict(plan.sizes),
         "reads": list(plan.reads),
         "checkpoint_multiple": plan.checkpoint_multiple,
@@ -96,5 +103,5 @@ def _promises(plan: Plan) -> Iterator[str]:
         yield f"rounds {', '.join(plan.implementation.numerics)}"
     if not plan.choice.conforming:
         yield "not conforming: its tie rule is not the contract's"
-    if plan.implementation.not_run:
-        yield f"not run: {plan.implementation.not_run}"
+    if reason := never_run(plan):
+        yield f"not run: {reason}"

@@ -80,7 +80,8 @@ def reader(op: Operator, source: Plan, registry: Registry, named: str | None) ->
         named: what the caller or ``KIMI_HAL_OPS`` asks for, or ``None``.
 
     Raises:
-        PlanError: what is asked for reads another layout, or the writer's backend has nothing that reads it.
+        PlanError: what is asked for reads another layout, or the writer's backend has nothing that reads it but
+            what was never run, which is to be named.
     """
     tag = source.implementation.records
     if named is not None:
@@ -91,10 +92,17 @@ def reader(op: Operator, source: Plan, registry: Registry, named: str | None) ->
             )
         return named
     backend = source.name.partition(".")[0]
-    readers = [i.name for i in candidates(registry.get(backend), op.name) if i.records == tag]
+    readers = [i for i in candidates(registry.get(backend), op.name) if i.records == tag]
     if not readers:
         raise PlanError(f"{backend} has no {op.name} that reads {tag!r}, which {source.name} writes")
-    return f"{backend}.{readers[0]}"
+    run = [i.name for i in readers if not i.not_run]
+    if not run:
+        full_name, why = f"{backend}.{readers[0].name}", readers[0].not_run
+        raise PlanError(
+            f"{full_name} reads {tag!r}, which {source.name} writes, but it was not run: {why}; "
+            f"name it: KIMI_HAL_OPS={op.name}={full_name}"
+        )
+    return f"{backend}.{run[0]}"
 
 
 def check_sizes(op: Operator, source: Plan, records_bytes: int) -> None:

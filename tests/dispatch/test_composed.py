@@ -232,6 +232,27 @@ def test_an_override_reaches_the_parts(plugins: Any, monkeypatch: pytest.MonkeyP
     assert (out == 42).all()
 
 
+def test_a_part_that_was_never_run_is_told_of_the_composition(
+    plugins: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = implementation(
+        capabilities=(Capability(("acme2",), composed_coverage("sparse_mla")),),
+        source=("kimi_hal/log.py",),
+        not_run="no Acme A2 was here",
+    )
+    plugins.add("acme", fast, torch_device="cpu", probe=HERE)
+    monkeypatch.setitem(sys.modules, "fake_kernels", SimpleNamespace(build=forty_two))
+    monkeypatch.setenv("KIMI_HAL_BACKEND", "reference")
+    monkeypatch.setattr("kimi_hal.dispatch.sources.source_hash", lambda *_: "0" * 64)
+    whole = planned("dsa_decode", DSACase().spec(), COMPOSED)
+    assert json.loads(whole.explain(json=True))["not_run"] == ""
+    monkeypatch.setenv("KIMI_HAL_OPS", "sparse_mla=acme.fast")
+    plan = planned("dsa_decode", DSACase().spec())
+    said = "sparse_mla by acme.fast: no Acme A2 was here"
+    assert json.loads(plan.explain(json=True))["not_run"] == said
+    assert f"not run: {said}" in plan.explain()
+
+
 def composed_coverage(name: str) -> Any:
     from kimi_hal.reference.capabilities import coverage
 

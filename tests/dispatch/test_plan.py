@@ -499,6 +499,30 @@ def test_a_layout_that_nothing_reads_is_refused(acme):
         commit(pair=verify())
 
 
+def test_what_reads_records_and_was_never_run_is_taken_by_name_only(acme):
+    never = kernel("kda_commit", "never", records="acme.ring", not_run="no Acme A2 was here")
+    writer = kernel("kda_verify", "ring", records="acme.ring")
+    plain = kernel("kda_commit", "plain", records=sizes.RECORDS)
+    acme(writer, plain, never)
+    with pytest.raises(PlanError) as caught:
+        commit(pair=verify())
+    assert str(caught.value) == (
+        "acme.never reads 'acme.ring', which acme.ring writes, but it was not run: no Acme A2 was here; "
+        "name it: KIMI_HAL_OPS=kda_commit=acme.never"
+    )
+    assert commit(pair=verify(), implementation="acme.never").name == "acme.never"
+
+
+def test_what_was_run_reads_records_before_what_was_not(acme):
+    acme(
+        kernel("kda_verify", "ring", records="acme.ring"),
+        kernel("kda_commit", "never", records="acme.ring", not_run="no Acme A2 was here"),
+        kernel("kda_commit", "plain", records=sizes.RECORDS),
+        kernel("kda_commit", "ring", records="acme.ring", rank=-1),
+    )
+    assert commit(pair=verify()).name == "acme.ring"
+
+
 def test_without_a_pair_the_processs_verify_decides(two_layouts):
     verify()
     assert commit().name == "acme.ring"
