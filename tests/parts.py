@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,6 +23,8 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 FULL = ROOT / "benchmarks" / "results" / "test-full.json"
+#: What is behind a commit if the tree was another one.
+CHANGED = "+changes"
 PACKAGES = ["kimi_hal", "conformance/kimi_hal_conformance"]
 
 
@@ -151,18 +154,33 @@ def commit() -> str:
     ).stdout.strip()
     status = ["git", "status", "--porcelain", "--", ".", f":!{FULL.relative_to(ROOT)}"]
     dirty = subprocess.run(status, cwd=ROOT, capture_output=True, text=True).stdout
-    return head + ("+changes" if dirty else "")
+    return head + (CHANGED if dirty else "")
 
 
-def keep(outcomes: dict[str, Outcome], path: Path) -> None:
+def keep(outcomes: dict[str, Outcome], path: Path, of: str) -> None:
     """Keep what a full run said of each part, with its commit; parts that were not run stay as they were."""
     known = json.loads(path.read_text()) if path.is_file() else {}
-    about = {"commit": commit(), "date": time.strftime("%Y-%m-%d")}
+    about = {"commit": of, "date": time.strftime("%Y-%m-%d")}
     for name, o in outcomes.items():
         counts = {"passed": o.passed, "failed": o.failed, "skipped": o.skipped}
         known[name] = about | {"seconds": round(o.seconds)} | counts | {"broken": o.broken}
     rows = {part.name: known[part.name] for part in PARTS if part.name in known}
     path.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+def run_all(chosen: Sequence[Part], full: bool, console: Console, path: Path) -> dict[str, Outcome]:
+    """Run parts one after another; of a full run each is kept as it ends, whatever becomes of the others.
+
+    Its commit is the one that it began with, marked if it ended with another.
+    """
+    outcomes = {}
+    for part in chosen:
+        before = commit()
+        outcomes[part.name] = run_part(part, full, console)
+        if full:
+            of = before if commit() == before else before.removesuffix(CHANGED) + CHANGED
+            keep({part.name: outcomes[part.name]}, path, of)
+    return outcomes
 
 
 def main() -> int:
@@ -183,16 +201,11 @@ def main() -> int:
             f"{SKIP} names {', '.join(sorted(unknown))}; the parts are {', '.join(p.name for p in PARTS)}"
         )
     console = Console(width=100)
-    outcomes = {
-        part.name: run_part(part, options.full, console)
-        for part in PARTS
-        if (not options.only or part.name in options.only) and part.name not in options.skip
-    }
+    chosen = [p for p in PARTS if (not options.only or p.name in options.only) and p.name not in options.skip]
+    outcomes = run_all(chosen, options.full, console, FULL)
     show(outcomes, console)
     for name in options.skip:
         print(f"left out: {name}")
-    if options.full:
-        keep(outcomes, FULL)
     broken = sum(len(o.broken) for o in outcomes.values())
     passed = sum(o.passed for o in outcomes.values())
     failed = sum(o.failed for o in outcomes.values()) + broken
