@@ -18,8 +18,9 @@ they are rounded to. Entries that a dtype can hold cost nothing.
 The budget allows ``√((1.5·r)² + (10·a)² + (1.5·i)² + Σ(1.5·c)²)`` for the root mean square error and
 ``2.5·r + 20·a + 2.5·i + Σ2.5·c`` for the largest. What one of n entries may err by for its sum, their root mean square
 allows too: ``10·a`` is no less than ``20·a/√n`` of the largest. That counts where n is some ten, of which the reference
-may err little by luck: right LSEs of four heads were off by 12 a. A kernel that rounds its probabilities to bfloat16
-measures 1.01–1.24 r and 1.16–1.18 r; the cheapest real fault measured 1.7 r and 3.5 r (both with bfloat16 outputs).
+may err little by luck (right LSEs of four heads were off by 12 a), or where one entry holds more than a quarter of the
+squares of its errors; and from three entries on it is at most twice ``10·a``. A kernel that rounds its probabilities to
+bfloat16 measures 1.01–1.24 r and 1.16–1.18 r; the cheapest real fault measured 1.7 r and 3.5 r (with bfloat16 outputs).
 The reference sums pairwise or in blocks; a kernel that sums 2,048 terms one after another errs by 7 a (measured in
 ``tests/conformance/test_budget.py``), and no order is worse. No tolerance is written by hand for an operator.
 

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from kimi_hal_conformance.budget import Unit, compare, compare_exact, rounding, unit
+from kimi_hal_conformance.budget import (
+    ACCUMULATION_NORM,
+    NONE,
+    Unit,
+    allowed,
+    compare,
+    compare_exact,
+    rounding,
+    unit,
+)
 
 
 def exact(n: int = 4096) -> torch.Tensor:
@@ -118,6 +128,17 @@ def test_few_entries_may_all_err_as_one_may() -> None:
     assert compare("lse_out", (x + 4 * off).float(), x, x.float()).problem
     many = x.repeat(64)
     assert compare("lse_out", (many + off).float(), many, many.float()).problem
+
+
+@pytest.mark.parametrize("n", [3, 12, 1000])
+def test_sums_are_never_allowed_more_than_twice_their_root_mean_square(n: int) -> None:
+    one = torch.zeros(n, dtype=torch.float64)
+    one[0] = 1.0  # the worst there is: all of the reference's error in one entry
+    a = unit(one, torch.zeros_like(one), torch.ones_like(one, dtype=torch.bool))
+    limit = allowed(NONE, a, entries=n)
+    assert limit.norm == pytest.approx(2 * ACCUMULATION_NORM * a.norm)
+    even = unit(torch.ones_like(one), torch.zeros_like(one), torch.ones_like(one, dtype=torch.bool))
+    assert allowed(NONE, even, entries=n).norm == pytest.approx(max(1.0, 2 / n**0.5) * ACCUMULATION_NORM)
 
 
 def test_what_a_dtype_can_hold_costs_nothing() -> None:
