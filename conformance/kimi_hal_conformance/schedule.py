@@ -200,7 +200,7 @@ def on_record(implementation: Implementation, loaded: Loaded) -> OnTrial:
 def digest_of(implementation: Implementation, loaded: Loaded) -> str:
     """Return the hash of an implementation's sources; of a composition, also of all that could be a part of it.
 
-    Who says that it was never run is a part of none, unless it is named.
+    Who says that it was never run is a part of none: a name alone takes it, and a run of the suite names no part.
 
     Raises:
         PluginError: there is nothing to hash.

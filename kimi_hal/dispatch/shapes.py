@@ -20,6 +20,10 @@ FIELDS = {
     "store_index_keys": ("index",),
     "store_latent": ("latent",),
     "merge_attn_states": ("dim", "dtype", "num_heads", "parts"),
+    "dsa_decode": (
+        *("attn.latent", "attn.num_heads", "attn.q_dtype", "attn.topk"),
+        *("indexer.index", "indexer.num_heads", "indexer.score"),
+    ),
 }
 #: Where a row's keys come from: this rank's share of the context, or those that were selected; else it has none.
 CONTEXT, SELECTED = "context", "selected"

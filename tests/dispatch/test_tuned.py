@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from composite_cases import DSACase
 from fake_plugins import GONE, LIMITS, SPEC, implementation
 
 from kimi_hal.cli.main import main
-from kimi_hal.dispatch import policy, tuned_tables
+from kimi_hal.dispatch import policy, shapes, tuned_tables
 from kimi_hal.dispatch.contract import Preference, Probe
 from kimi_hal.dispatch.explain import explain
 from kimi_hal.dispatch.shapes import Shape, shape
@@ -114,6 +116,20 @@ def test_a_line_of_another_spec_or_operator_is_about_nothing_here() -> None:
     other = Line("sparse_mla", FIELDS | {"num_heads": 96}, Shape(256, 1, 2048), (SLOW,))
     table = Table(**{**vars(TABLE), "lines": (other, Line("topk_select", FIELDS, LINE.shape, (SLOW,)))})
     assert table.find("sparse_mla", SPEC, LIMITS) is None
+
+
+def test_a_line_of_a_composite_is_about_its_parts_specs() -> None:
+    # what suits 2,048 keys may be impossible for 64: a configuration of theirs would refuse the plan
+    case, limits = DSACase(), Limits(max_rows=8, max_reqs=8)
+    fields = shapes.decisive("dsa_decode", case.spec())
+    assert fields["attn.topk"] == case.spec().attn.topk
+    size = shape("dsa_decode", case.spec(), limits)
+    for changed, line in (({}, 1), ({"attn.topk": 1 << 20}, None), ({"attn.latent": "latent.bf16"}, None)):
+        table = dataclasses.replace(TABLE, lines=(Line("dsa_decode", fields | changed, size, (FAST,)),))
+        found = table.find("dsa_decode", case.spec(), limits)
+        assert (found and found[0]) == line
+    nothing = dataclasses.replace(TABLE, lines=(Line("dsa_decode", {}, size, (FAST,)),))
+    assert nothing.find("dsa_decode", case.spec(), limits) is None
 
 
 def test_the_nearest_class_decides_and_the_larger_of_two() -> None:
