@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
 import signal
@@ -65,6 +66,8 @@ class Lane:
         self._answers = -1
         self._pending = b""
         self._log: IO[bytes] = TemporaryFile(buffering=0)  # noqa: SIM115 - closed by stop()
+        # Whoever writes does so at the end: it is cut while processes print.
+        fcntl.fcntl(self._log, fcntl.F_SETFL, fcntl.fcntl(self._log, fcntl.F_GETFL) | os.O_APPEND)
         self._stopped = False
 
     def run(self, batch: Batch) -> Iterator[Verdict]:
@@ -168,7 +171,6 @@ class Lane:
         if size > LOG:
             end = os.pread(log, OUTPUT, size - OUTPUT)
             os.ftruncate(log, 0)
-            os.lseek(log, 0, os.SEEK_SET)  # the process's own place in it too
             os.write(log, end)
 
     def _with_output(self, found: Verdict, mark: int) -> Verdict:

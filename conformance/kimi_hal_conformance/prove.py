@@ -55,7 +55,8 @@ class Killed(msgspec.Struct, frozen=True, kw_only=True):
         imitates: the public report.
         kills: what killed it, the smallest first; empty: it survived.
         tried: how many tests ran.
-        of: how many there are for it.
+        of: how many there are for it here.
+        untried: tests whose operands this machine cannot make -> why; they count nowhere else.
         refused: tests that it refused, where it must claim everything.
         seconds: of all of them.
     """
@@ -71,6 +72,7 @@ class Killed(msgspec.Struct, frozen=True, kw_only=True):
     kills: tuple[Kill, ...]
     tried: int
     of: int
+    untried: dict[str, str]
     refused: tuple[str, ...]
     seconds: float
 
@@ -110,6 +112,11 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
     def refusing(self) -> tuple[str, ...]:
         """Return the mutants that refused a test: they are not on trial where they do."""
         return tuple(m.name for m in self.mutants if m.refused)
+
+    @property
+    def untried(self) -> dict[str, str]:
+        """Return the tests whose operands this machine cannot make, and why."""
+        return {test: why for m in self.mutants for test, why in m.untried.items()}
 
     @property
     def ok(self) -> bool:
@@ -297,7 +304,8 @@ def concluded(subject: Mutant, todo: Job, found: Outcome) -> Killed:
         imitates=subject.imitates,
         kills=found.kills,
         tried=found.tried,
-        of=len(todo.tests),
+        of=len(todo.tests) - len(found.untried),
+        untried=found.untried,
         refused=found.refused,
         seconds=found.seconds,
     )

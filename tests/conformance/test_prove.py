@@ -14,11 +14,12 @@ import click.testing
 import msgspec
 import pytest
 import torch
+from rich.console import Console
 
 from kimi_hal.dispatch import policy
 from kimi_hal_conformance import case as cases
 from kimi_hal_conformance import prove
-from kimi_hal_conformance.cases import load
+from kimi_hal_conformance.cases import load, real_text
 from kimi_hal_conformance.mutants import catalogue, command, worker
 from kimi_hal_conformance.mutants.messages import Job, Kill, Outcome
 from kimi_hal_conformance.mutants.mutant import MUTANTS, Mutant
@@ -71,6 +72,7 @@ def killed(mutant: str = "m", kills: int = 1, of: int = 4, **fields: object) -> 
         "tried": of,
         "of": of,
         "refused": (),
+        "untried": {},
         "seconds": 1.0,
     }
     return prove.Killed(**(defaults | fields))
@@ -158,6 +160,25 @@ def test_the_first_kill_ends_a_mutants_tests_unless_every_one_is_asked_for() -> 
         assert outcome.kills[0].test == "ownership/positions-come-back"
         assert outcome.tried == tried
     signal.alarm(0)
+
+
+def test_a_case_that_this_machine_cannot_make_is_told_and_the_others_are_tried(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, harmless: Mutant
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no workload there
+    real_text.text.cache_clear()
+    held, real = prove.tests(harmless, quick=True)[0], "merge_attn_states/real-text"
+    assert worker.size.__wrapped__(real, 0) == 0
+    job = Job(mutant="harmless", tests=(real, held), every=True, seed=0, limit=60)
+    outcome = worker.tried(job, lambda test: None)
+    assert (outcome.tried, outcome.kills, list(outcome.untried)) == (1, (), [real])
+    found = prove.concluded(harmless, job, outcome)
+    assert (found.tried, found.of) == (1, 1)
+    console = Console(width=400)
+    with console.capture() as said:
+        command.print_proof(proof(found), console)
+    assert "not tried, 1: no workload file at" in said.get()
+    assert "python -m kimi_hal_conformance.workload build" in said.get()
 
 
 def test_tests_are_ordered_by_the_size_of_their_operands() -> None:

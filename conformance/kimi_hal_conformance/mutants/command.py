@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -101,6 +102,8 @@ def print_proof(proof: Proof, console: Console) -> None:
             say(console, line)
     for name in proof.refusing:
         console.print(f"{name} refused a case: it is not on trial there", style="red", highlight=False)
+    for why, tests in Counter(proof.untried.values()).items():
+        say(console, f"not tried, {tests}: {why}", "yellow")
     say(console, summary(proof), "green" if proof.ok else "red")
 
 

@@ -55,6 +55,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         kills: the tests that killed it, the smallest first; empty: it survived.
         tried: how many tests ran.
         refused: tests that the mutant refused; it may refuse none.
+        untried: tests whose operands this machine cannot make -> why.
         seconds: of all of them.
     """
 
@@ -62,6 +63,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     kills: tuple[Kill, ...]
     tried: int
     refused: tuple[str, ...] = ()
+    untried: dict[str, str] = {}
     seconds: float = 0.0
 
 

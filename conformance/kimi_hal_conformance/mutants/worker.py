@@ -34,7 +34,8 @@ from kimi_hal_conformance.promises import Allowance, operand_names
 from kimi_hal_conformance.properties import PROPERTIES
 from kimi_hal_conformance.properties.property import violation
 from kimi_hal_conformance.shrink import described, smallest
-from kimi_hal_conformance.verdict import AGAINST, REFUSED, Verdict
+from kimi_hal_conformance.sparse import CannotTryError
+from kimi_hal_conformance.verdict import AGAINST, NOT_RUN, REFUSED, Verdict
 
 #: On how many cases of an operator relations are tried, and how often a call is made again: as in the quick profile.
 RELATIONS, REPEATS = 2, 1
@@ -76,11 +77,14 @@ def _serve(job: Job, answers: int) -> NoReturn:
 
 @cache
 def size(test: str, seed: int) -> int:
-    """Return the bytes of a case's operands; a property has none."""
+    """Return the bytes of a case's operands; a property has none, nor has a case that this machine cannot make."""
     if test in PROPERTIES:
         return 0
     case = cases.get(test)
-    return cases.nbytes(case.make(cases.generator(case, seed)))
+    try:
+        return cases.nbytes(case.make(cases.generator(case, seed)))
+    except CannotTryError:  # its turn says why
+        return 0
 
 
 def tried(job: Job, announce: Callable[[str], None]) -> Outcome:
@@ -88,14 +92,20 @@ def tried(job: Job, announce: Callable[[str], None]) -> Outcome:
     start, count = time.perf_counter(), 0
     kills: list[Kill] = []
     refused: list[str] = []
+    untried: dict[str, str] = {}
     left = {operator: Allowance(RELATIONS) for operator in ops.OPERATORS}
     mutant = catalogue.load()[job.mutant]
     policy.freeze()  # as an engine does: to look for plugins and sources again costs more than a small case
     for test in job.tests:
         announce(test)
         signal.alarm(job.limit)
-        count += 1
-        kill = by_property(mutant, test) if test in PROPERTIES else by_case(mutant, test, job, refused, left)
+        try:
+            kill = (
+                by_property(mutant, test) if test in PROPERTIES else by_case(mutant, test, job, refused, left)
+            )
+            count += 1
+        except CannotTryError as error:
+            untried[test], kill = str(error), None
         signal.alarm(0)
         if kill is not None:
             kills.append(kill)
@@ -106,6 +116,7 @@ def tried(job: Job, announce: Callable[[str], None]) -> Outcome:
         kills=tuple(kills),
         tried=count,
         refused=tuple(refused),
+        untried=untried,
         seconds=time.perf_counter() - start,
     )
 
@@ -124,6 +135,9 @@ def by_case(
 
     What relations and repeated calls may find is tried as in the quick profile: relations on the first cases of an
     operator that show it.
+
+    Raises:
+        CannotTryError: this machine cannot make its operands.
     """
     subject = Subject(f"{NAME}.{mutant.id}", "cpu", HostDevice())
 
@@ -135,6 +149,8 @@ def by_case(
         return run_case(case, subject, job.seed, effort)
 
     found = verdict(case)
+    if found.status == NOT_RUN:
+        raise CannotTryError(found.problems[0])
     left[case.operator].spend(found.promises, operands)
     if found.status == REFUSED:
         refused.append(test)
