@@ -81,7 +81,7 @@ def topk_select(spec: Any, operands: Mapping[str, Any], outs: Mapping[str, Tenso
 def sparse_mla(spec: Any, operands: Mapping[str, Any], outs: Mapping[str, Tensor]) -> Work:
     """Read each selected latent once, however many rows select it; for each row, head and index a product of 576.
 
-    And one of 512 for the value.
+    And one of ``kv_rank`` for the value.
     """
     indices = operands["indices"]
     live = indices[indices >= 0]
@@ -89,7 +89,7 @@ def sparse_mla(spec: Any, operands: Mapping[str, Any], outs: Mapping[str, Tensor
     owner = operands.get("row_req")
     if spec.index_space != "slot" and owner is not None:
         live = (indices.long() + (owner.long()[:, None] << 32))[indices >= 0]
-    heads, width, value = operands["q"].shape[1], operands["q"].shape[2], 512
+    heads, width, value = *operands["q"].shape[1:], spec.kv_rank
     read = nbytes(operands["q"], indices) + live.unique().numel() * row
     return Work(read + nbytes(*outs.values()), 2 * live.numel() * heads * (width + value))
 
@@ -103,9 +103,9 @@ def dsa_decode(spec: Any, operands: Mapping[str, Any], outs: Mapping[str, Tensor
     read = sum(keys) * formats.index(spec.indexer.index).row_bytes
     read += sum(min(n, k) for n in keys) * formats.latent(spec.attn.latent).row_bytes
     own = nbytes(*(operands[n] for n in ("q", "index_q", "index_w", "row_req", "row_len")), *outs.values())
-    lengths, (heads, width), value = operands["row_len"].clamp(min=0), operands["q"].shape[1:], 512
+    lengths, (heads, width) = operands["row_len"].clamp(min=0), operands["q"].shape[1:]
     scored = int(lengths.sum()) * operands["index_q"].shape[1] * operands["index_q"].shape[2]
-    attended = int(lengths.clamp(max=k).sum()) * heads * (width + value)
+    attended = int(lengths.clamp(max=k).sum()) * heads * (width + spec.attn.kv_rank)
     return Work(read + own, 2 * (scored + attended))
 
 
