@@ -89,9 +89,9 @@ def sparse_mla(spec: Any, operands: Mapping[str, Any], outs: Mapping[str, Tensor
     owner = operands.get("row_req")
     if spec.index_space != "slot" and owner is not None:
         live = (indices.long() + (owner.long()[:, None] << 32))[indices >= 0]
-    heads, width, value = *operands["q"].shape[1:], spec.kv_rank
+    heads, width = operands["q"].shape[1:]
     read = nbytes(operands["q"], indices) + live.unique().numel() * row
-    return Work(read + nbytes(*outs.values()), 2 * live.numel() * heads * (width + value))
+    return Work(read + nbytes(*outs.values()), 2 * live.numel() * heads * (width + spec.kv_rank))
 
 
 def dsa_decode(spec: Any, operands: Mapping[str, Any], outs: Mapping[str, Tensor]) -> Work:
