@@ -12,6 +12,7 @@ whatever runs they could be loaded: ``DEEPGEMM`` and ``VLLM_C`` as for ``nvidia_
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -76,12 +77,12 @@ def merges() -> Iterator[dict[str, Any]]:
 class Decode:
     """One layer's decode of requests of equal length: its operands and their plan."""
 
-    def __init__(self, requests: int, context: int) -> None:
+    def __init__(self, index: str, requests: int, context: int) -> None:
         limits = Limits(max_rows=requests, max_reqs=requests, max_context=context, rows_per_req=1)
-        self.batch, heads = indexer.Batch(indexer.FP8, requests, context, 1, limits), indexer.HEADS
+        self.batch, heads = indexer.Batch(index, requests, context, 1, limits), indexer.HEADS
         spec = DSASpec(
-            query=IndexQuerySpec(index=indexer.FP8, num_heads=heads),
-            indexer=IndexerTopKSpec(index=indexer.FP8, num_heads=heads, topk=portable.TOPK),
+            query=IndexQuerySpec(index=index, num_heads=heads),
+            indexer=IndexerTopKSpec(index=index, num_heads=heads, topk=portable.TOPK),
             attn=SparseMLASpec(
                 num_heads=12,
                 latent=portable.FP8,
@@ -142,15 +143,19 @@ def time_peers(peers: Peers, flash: FlashMLA | None) -> None:
 
 
 def decodes(rate: float) -> Iterator[dict[str, Any]]:
-    """Time the composite; its peers are DeepGEMM's scores, vLLM's selection and FlashMLA's decode together."""
+    """Time the composite; its peers are DeepGEMM's scores, vLLM's selection and FlashMLA's decode together.
+
+    Peers read FP8 index keys: none has MXFP4 on this device.
+    """
     known, size = known_peers(), formats.latent(portable.FP8).row_bytes
-    for requests, context in BATCHES:
-        decode, what = Decode(requests, context), f"{requests} × {context // K}K"
-        ours, host = microseconds(decode.run), nvidia_indexer.host(decode.run, 200)
+    for index, (requests, context) in itertools.product((indexer.FP8, indexer.MXFP4), BATCHES):
+        decode, what = Decode(index, requests, context), f"{requests} × {context // K}K"
+        ours, host = microseconds(decode.run), nvidia_indexer.host(decode.run)
         parts = [known.get(f"{name} {what}") for name in ("DeepGEMM", "vLLM", "FlashMLA")]
-        beside = ("DeepGEMM + vLLM + FlashMLA", sum(us for us in parts if us)) if all(parts) else None
-        moved = requests * (context * 132 + portable.TOPK * size)
-        found = cell("dsa_decode", f"{what}, 12 heads", ours, beside, 1.8, moved / ours * 1e6 / rate)
+        beside = ("DeepGEMM (FP8) + vLLM + FlashMLA", sum(us for us in parts if us)) if all(parts) else None
+        moved = requests * (context * formats.index(index).row_bytes + portable.TOPK * size)
+        named = f"{what}, 12 heads" + (", MXFP4 index keys" if index == indexer.MXFP4 else "")
+        found = cell("dsa_decode", named, ours, beside, 1.8, moved / ours * 1e6 / rate)
         yield found | {"host_ms": round(host / 1e3, 5)}
         del decode
 
