@@ -20,19 +20,19 @@ from kimi_hal.errors import ContractError
 from kimi_hal.ops.sparse_mla import SparseMLASpec
 from kimi_hal.ops.spec import DCP, Limits
 from kimi_hal.reference import sparse_mla as reference_mla
-from kimi_hal_nvidia.adapters import attention_calls, attention_sizes, flashinfer, xqa
-from kimi_hal_nvidia.adapters.attention_claims import ATTENTION
+from kimi_hal_nvidia.adapters import flashinfer, flashinfer_calls, flashinfer_sizes, xqa
+from kimi_hal_nvidia.adapters.flashinfer_claims import ATTENTION
 
 flashinfer_fakes.install()
 FP8 = {"latent": "latent.fp8.e4m3fn.tensor", "q_dtype": "float8_e4m3fn"}
 BF16 = {"latent": "latent.bf16"}
 RECORD = {"latent": "latent.flashmla.656"}
 BUILDERS: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]] = {
-    "flashinfer": (flashinfer.build_rows, attention_sizes.rows, BF16),
-    "flashinfer_fp8": (flashinfer.build_rows, attention_sizes.rows, FP8),
-    "flashinfer_records": (flashinfer.build_records, attention_sizes.records, RECORD),
-    "xqa": (xqa.build_pages, attention_sizes.pages, BF16 | {"return_lse": False}),
-    "xqa_fp8": (xqa.build_pages, attention_sizes.pages, FP8 | {"return_lse": False}),
+    "flashinfer": (flashinfer.build_rows, flashinfer_sizes.rows, BF16),
+    "flashinfer_fp8": (flashinfer.build_rows, flashinfer_sizes.rows, FP8),
+    "flashinfer_records": (flashinfer.build_records, flashinfer_sizes.records, RECORD),
+    "xqa": (xqa.build_pages, flashinfer_sizes.pages, BF16 | {"return_lse": False}),
+    "xqa_fp8": (xqa.build_pages, flashinfer_sizes.pages, FP8 | {"return_lse": False}),
 }
 CLAIMS = {i.name: i for i in ATTENTION}
 K_SCALE, Q_SCALE = 0.37, 1.9
@@ -180,13 +180,13 @@ def check_pages_apart_are_refused_before_anything_is_launched() -> None:
 
 
 def check_parts_of_a_call_are_those_of_one() -> None:
-    kept = attention_calls.built
+    kept = flashinfer_calls.built
     for name in BUILDERS:
         torch.manual_seed(1)
         spec = specified(name)
         given = operands(spec, 40)
         whole = BUILDERS[name][0](context(name, spec))(*given)
-        with mock.patch.object(attention_calls, "built", lambda ctx, attend, together: kept(ctx, attend, 3)):
+        with mock.patch.object(flashinfer_calls, "built", lambda ctx, attend, together: kept(ctx, attend, 3)):
             parts = BUILDERS[name][0](context(name, spec))(*given)
         assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
 

@@ -23,7 +23,7 @@ from kimi_hal.ops.operator import get
 from kimi_hal.ops.sparse_mla import SparseMLASpec
 from kimi_hal.ops.spec import Limits
 from kimi_hal_nvidia.adapters import flashinfer, xqa
-from kimi_hal_nvidia.adapters.attention_claims import ATTENTION
+from kimi_hal_nvidia.adapters.flashinfer_claims import ATTENTION
 
 pytest.importorskip("triton", reason="Triton is not installed: its CPU interpreter cannot run")
 MODULE = "flashinfer_adapters"
@@ -81,7 +81,7 @@ def test_the_library_that_is_installed_has_this_signature(name: str) -> None:
 
 def test_claims_and_sizes_import_no_torch_and_no_library() -> None:
     code = (
-        "import sys, kimi_hal_nvidia.adapters.attention_claims, kimi_hal_nvidia.adapters.attention_sizes; "
+        "import sys, kimi_hal_nvidia.adapters.flashinfer_claims, kimi_hal_nvidia.adapters.flashinfer_sizes; "
         "assert not {'torch', 'flashinfer'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

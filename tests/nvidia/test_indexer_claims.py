@@ -186,3 +186,20 @@ def test_two_threads_that_call_one_plan_launch_their_own_addresses(selector: Lau
         sys.setswitchinterval(interval)
     assert len(seen) == 1000
     assert {*seen} == {(x.data_ptr(), x.shape[1]) for x, *_ in calls}
+
+
+@pytest.mark.parametrize(
+    ("rows", "requests", "name"),
+    [
+        (1, 1, "_one"),
+        (2, 1, "_one"),
+        (3, 1, ""),
+        (2, 2, ""),
+        (128, 64, ""),
+        (129, 129, "_many"),
+        (2048, 1, "_many"),
+    ],
+)
+def test_each_number_of_rows_has_its_kernel(rows: int, requests: int, name: str) -> None:
+    ring = scores.Ring(32, 2, {})
+    assert ring.kernel("fp8", ring.kind(rows, requests)) == f"fp8_32x2{name}"

@@ -60,7 +60,7 @@ def test_attention_goes_before_the_portable_one_and_the_merge_by_a_table_alone(
 
 
 @pytest.mark.parametrize(
-    ("heads", "rows", "form", "parts", "left"),
+    ("heads", "rows", "form", "parts", "in_memory"),
     [
         (12, 1, "few", 16, False),
         (12, 7, "few", 16, False),
@@ -87,14 +87,14 @@ def test_attention_goes_before_the_portable_one_and_the_merge_by_a_table_alone(
     ],
 )
 def test_keys_are_cut_as_it_took_the_least_time(
-    heads: int, rows: int, form: str, parts: int, left: bool
+    heads: int, rows: int, form: str, parts: int, in_memory: bool
 ) -> None:
     way = cut(SparseMLASpec(num_heads=heads, latent=FP8), limits(rows), {})
-    assert (way.form.name, way.parts, way.left) == (form, parts, left)
+    assert (way.form.name, way.parts, way.in_memory) == (form, parts, in_memory)
 
 
 @pytest.mark.parametrize(
-    ("rows", "form", "parts", "left"),
+    ("rows", "form", "parts", "in_memory"),
     [
         (1, "few", 16, False),
         (8, "few", 8, False),
@@ -104,9 +104,11 @@ def test_keys_are_cut_as_it_took_the_least_time(
         (4096, "16", 1, False),
     ],
 )
-def test_nibbles_are_decoded_once_for_many_rows_too(rows: int, form: str, parts: int, left: bool) -> None:
+def test_nibbles_are_decoded_once_for_many_rows_too(
+    rows: int, form: str, parts: int, in_memory: bool
+) -> None:
     way = cut(SparseMLASpec(num_heads=12, latent="latent.nvfp4.352"), limits(rows), {})
-    assert (way.form.name, way.parts, way.left) == (form, parts, left)
+    assert (way.form.name, way.parts, way.in_memory) == (form, parts, in_memory)
 
 
 @pytest.mark.parametrize(("heads", "rows"), [(12, 32), (12, 320), (96, 8), (96, 32), (12, 64)])
@@ -116,21 +118,21 @@ def test_a_plan_asks_for_what_its_parts_leave_and_for_the_words_that_count_them(
     spec = SparseMLASpec(num_heads=heads, latent=FP8)
     way, asked = cut(spec, limits(rows), {}), sizes.sparse_mla(spec, limits(rows), "sm_90")
     items = rows * way.form.blocks(spec)
-    each = items * way.parts * way.form.heads * attention_plan.LEFT_BYTES
-    assert asked.workspace == (each if way.left else 0)
-    assert asked.persistent == (sizes.LAUNCHES * -(-8 * items // 16) * 16 if way.left else 0)
-    assert asked.workspace <= attention_plan.MOST_LEFT
+    each = items * way.parts * way.form.heads * attention_plan.PARTIAL_BYTES
+    assert asked.workspace == (each if way.in_memory else 0)
+    assert asked.persistent == (sizes.ATTENTION_LAUNCHES * -(-8 * items // 16) * 16 if way.in_memory else 0)
+    assert asked.workspace <= attention_plan.MOST_WORKSPACE
 
 
 def test_ways_that_meet_in_memory_are_tried_where_the_plan_asks_for_as_much() -> None:
     spec = SparseMLASpec(num_heads=12, latent=FP8)
     some, none = (configurations(spec, limits(rows), "sm_90") for rows in (32, 64))
-    assert {"form": 1, "parts": 4, "left": 1} in some
+    assert {"form": 1, "parts": 4, "in_memory": 1} in some
     assert {"form": 1, "parts": 3} in some
-    assert not any("left" in way for way in none)
+    assert not any("in_memory" in way for way in none)
     asked = sizes.sparse_mla(spec, limits(32), "sm_90").workspace
     for way in some:
-        assert attention_plan.left(spec, limits(32), cut(spec, limits(32), way)) <= asked
+        assert attention_plan.workspace_bytes(spec, limits(32), cut(spec, limits(32), way)) <= asked
 
 
 @pytest.fixture
@@ -155,13 +157,18 @@ def test_parts_of_any_number_meet_in_a_cluster_where_words_are_wanting(
     launched: list[tuple[int, ...]],
 ) -> None:
     spec, rows = SparseMLASpec(num_heads=96, latent=FP8), 8
-    attend_without_words(spec, rows, {"form": 2, "parts": 5, "left": 1})
+    attend_without_words(spec, rows, {"form": 2, "parts": 5, "in_memory": 1})
     assert launched == [(rows * 3 * 5, 1, 0, 5)]
 
 
 @pytest.mark.parametrize(
     "chosen",
-    [{"form": 9, "parts": 1}, {"form": 1, "parts": 5}, {"form": 5, "parts": 2, "left": 1}, {"parts": 64}],
+    [
+        {"form": 9, "parts": 1},
+        {"form": 1, "parts": 5},
+        {"form": 5, "parts": 2, "in_memory": 1},
+        {"parts": 64},
+    ],
 )
 def test_a_table_that_names_no_way_of_cutting_is_refused_with_a_sentence(chosen: dict[str, int]) -> None:
     with pytest.raises(TableError, match=r"sparse_mla cannot cut 32 tiles of keys by .*--tune"):
@@ -169,7 +176,7 @@ def test_a_table_that_names_no_way_of_cutting_is_refused_with_a_sentence(chosen:
 
 
 def test_a_table_s_line_holds_for_all_rows_of_its_class_in_clusters_where_more_would_be_left() -> None:
-    spec, chosen = SparseMLASpec(num_heads=12, latent=FP8), {"form": 1, "parts": 2, "left": 1}
+    spec, chosen = SparseMLASpec(num_heads=12, latent=FP8), {"form": 1, "parts": 2, "in_memory": 1}
     few, many = (cut(spec, limits(rows), chosen) for rows in (320, 512))
     assert few == many
     words = torch.zeros(8)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kimi_hal_nvidia.topk import PROCESSORS, blocks_of, team_of, way_of
+from kimi_hal_nvidia.h200 import PROCESSORS
+from kimi_hal_nvidia.topk import blocks_of, team_of, way_of
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,16 @@ from kimi_hal.errors import TableError
 from kimi_hal.ops.composites import DSASpec
 from kimi_hal.ops.sparse_mla import SparseMLASpec
 from kimi_hal.ops.spec import Limits
+from kimi_hal_nvidia.h200 import CLUSTERS, PROCESSORS
 
 #: Keys of a tile, as in ``sparse_mla.cu``.
 KEYS = 64
-PROCESSORS = 132
-#: Clusters that an H200 runs at once, by their blocks, which are the parts of a row: its multiprocessors stand in
-#: groups of 16 and 18, and one of fewer.
-CLUSTERS = {1: 132, 2: 66, 3: 43, 4: 31, 6: 20, 8: 15, 12: 7, 16: 7}
-#: Parts that may meet in memory, up to ``MOST_LEFT`` of ``sparse_mla.cu``: three, six and seven never took the least
-#: time. Bytes that a head of one leaves there, as in ``left.cuh``; and bytes that are left at most, all of which the
+#: Parts of a row that may meet in memory, up to ``MOST_PARTIALS`` of ``sparse_mla.cu``: three, six and seven never took
+#: the least time.
+MEETING_PARTS = (2, 4, 5, 8)
+#: Bytes of workspace that a head of such a part takes, as in ``meeting.cuh``, and all of a plan's at most, which the
 #: second-level cache is to hold.
-LEFT, LEFT_BYTES, MOST_LEFT = (2, 4, 5, 8), 2112, 24 << 20
+PARTIAL_BYTES, MOST_WORKSPACE = 2112, 24 << 20
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Times:
         tile: of a tile of a block's heads.
         whole: of everything else of a row that is not cut.
         cut: of one that is.
-        left: of a block whose parts meet in memory.
+        meeting: of a block whose parts meet in memory.
         added: of each part that it leaves there.
         held: of each part a multiprocessor that all blocks leave there, one at least, before the last one is added.
     """
@@ -39,7 +38,7 @@ class Times:
     tile: float
     whole: float
     cut: float
-    left: float = 0.0
+    meeting: float = 0.0
     added: float = 0.0
     held: float = 0.0
 
@@ -85,9 +84,9 @@ class Form:
         cuts = parts == 1 or parts <= min(self.parts, tiles)
         return cuts and -(-tiles // parts) <= self.most and not (self.doubled and parts & (parts - 1))
 
-    def leaves(self, tiles: int, parts: int) -> bool:
+    def meets(self, tiles: int, parts: int) -> bool:
         """Return whether it can have so many parts of a row meet in memory."""
-        return self.times.left > 0.0 and parts in LEFT and self.takes(tiles, parts)
+        return self.times.meeting > 0.0 and parts in MEETING_PARTS and self.takes(tiles, parts)
 
     def blocks(self, spec: SparseMLASpec) -> int:
         """Return the blocks of a row's heads."""
@@ -101,10 +100,12 @@ def _one(name: str, number: int, heads: int, times: Times, threads: int = 384) -
 #: Of ``pair``, two blocks of one warpgroup share a multiprocessor; in ``48`` three warpgroups have one, in the others
 #: two; ``few`` has a part's keys at once, or in two turns.
 FORMS = (
-    _one("16", 1, 16, Times(tile=1.3, whole=0.95, cut=5.2, left=5.75, added=1.05, held=1.35)),
-    _one("32", 2, 32, Times(tile=1.6, whole=3.0, cut=11.0, left=5.0, added=0.6, held=5.1)),
+    _one("16", 1, 16, Times(tile=1.3, whole=0.95, cut=5.2, meeting=5.75, added=1.05, held=1.35)),
+    _one("32", 2, 32, Times(tile=1.6, whole=3.0, cut=11.0, meeting=5.0, added=0.6, held=5.1)),
     replace(
-        _one("48", 3, 48, Times(tile=1.75, whole=3.0, cut=24.0, left=9.5, added=3.1, held=4.0), threads=512),
+        _one(
+            "48", 3, 48, Times(tile=1.75, whole=3.0, cut=24.0, meeting=9.5, added=3.1, held=4.0), threads=512
+        ),
         parts=8,
         relayed=True,
     ),
@@ -142,21 +143,21 @@ class Way(NamedTuple):
 
     form: Form
     parts: int
-    left: bool = False
+    in_memory: bool = False
 
     @property
     def configuration(self) -> dict[str, int]:
         """What a table of measurements says to have it so."""
-        return {"form": self.form.number, "parts": self.parts} | ({"left": 1} if self.left else {})
+        return {"form": self.form.number, "parts": self.parts} | ({"in_memory": 1} if self.in_memory else {})
 
 
-def left(spec: SparseMLASpec, limits: Limits, way: Way) -> int:
+def workspace_bytes(spec: SparseMLASpec, limits: Limits, way: Way) -> int:
     """Return the bytes of workspace in which the parts of a plan's rows meet."""
-    each = way.form.heads * LEFT_BYTES
-    return limits.max_rows * way.form.blocks(spec) * way.parts * each if way.left else 0
+    each = way.form.heads * PARTIAL_BYTES
+    return limits.max_rows * way.form.blocks(spec) * way.parts * each if way.in_memory else 0
 
 
-def counted(spec: SparseMLASpec, limits: Limits, way: Way) -> int:
+def counter_bytes(spec: SparseMLASpec, limits: Limits, way: Way) -> int:
     """Return the bytes by which a launch counts parts that meet in memory: eight a row and block of heads."""
     return -(-limits.max_rows * way.form.blocks(spec) // 2) * 16
 
@@ -168,11 +169,11 @@ def cost(spec: SparseMLASpec, limits: Limits, way: Way) -> float:
     """
     form, parts, _ = way
     items = limits.max_rows * form.blocks(spec)
-    if way.left:
+    if way.in_memory:
         every, times = items * parts, form.times
         dealt = -(-every // PROCESSORS)
         took = dealt * (-(-tiles(spec) // parts) * times.tile + times.added)
-        return START + times.left + took + max(1.0, every / PROCESSORS) * times.held
+        return START + times.meeting + took + max(1.0, every / PROCESSORS) * times.held
     room = CLUSTERS[parts] * form.there
     full, rest = divmod(items, room)
     last = form.alone if rest <= CLUSTERS[parts] else form.last
@@ -183,13 +184,18 @@ def cost(spec: SparseMLASpec, limits: Limits, way: Way) -> float:
 def possible(spec: SparseMLASpec) -> list[Way]:
     """Return the ways that there are for a row's keys."""
     clusters = [Way(f, parts) for f in forms(spec) for parts in CLUSTERS if f.takes(tiles(spec), parts)]
-    met = [Way(f, parts, left=True) for f in forms(spec) for parts in LEFT if f.leaves(tiles(spec), parts)]
+    met = [
+        Way(f, parts, in_memory=True)
+        for f in forms(spec)
+        for parts in MEETING_PARTS
+        if f.meets(tiles(spec), parts)
+    ]
     return clusters + met
 
 
 def ways(spec: SparseMLASpec, limits: Limits) -> list[Way]:
     """Return those that leave no more than they may, what is expected to take the least time first."""
-    found = [way for way in possible(spec) if left(spec, limits, way) <= MOST_LEFT]
+    found = [way for way in possible(spec) if workspace_bytes(spec, limits, way) <= MOST_WORKSPACE]
     return sorted(found, key=lambda way: cost(spec, limits, way))
 
 
@@ -226,7 +232,8 @@ def configurations(spec: SparseMLASpec, limits: Limits, arch: str) -> tuple[dict
     return tuple(
         way.configuration
         for way in found
-        if cost(spec, limits, way) <= most and left(spec, limits, way) <= left(spec, limits, found[0])
+        if cost(spec, limits, way) <= most
+        and workspace_bytes(spec, limits, way) <= workspace_bytes(spec, limits, found[0])
     )
 
 

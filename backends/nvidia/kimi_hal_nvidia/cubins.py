@@ -61,7 +61,15 @@ STEMS = {
         "block.cuh",
         "shards.cuh",
     ),
-    "sparse_mla": ("few.cuh", "copies.cuh", "latents.cuh", "left.cuh", "relay.cuh", "tall.cuh", "block.cuh"),
+    "sparse_mla": (
+        "few.cuh",
+        "copies.cuh",
+        "latents.cuh",
+        "meeting.cuh",
+        "relay.cuh",
+        "tall.cuh",
+        "block.cuh",
+    ),
     "merge_states": ("block.cuh",),
     "quantize_query": ("block.cuh",),
 }

@@ -85,7 +85,9 @@ class Decoder:
             index_cache, latent_cache = given.index_cache.data_ptr(), given.latent_cache.data_ptr()
             if at % WORKSPACE_ALIGN or (index_cache | latent_cache) % ALIGN:
                 return False
-            q_out, scale_out, weights_out, indices, kept, left, scores = [at + start for start in self.held]
+            q_out, scale_out, weights_out, indices, kept, partials, scores = [
+                at + start for start in self.held
+            ]
             row_req, row_len = given.row_req.data_ptr(), given.row_len.data_ptr()
             self.quantize.start(
                 given.index_q.data_ptr(), given.index_w.data_ptr(), q_out, scale_out, weights_out
@@ -113,7 +115,7 @@ class Decoder:
                 row_req,
                 out.data_ptr(),
                 lse_out.data_ptr(),
-                left=left,
+                partials=partials,
             )
         return True
 
@@ -151,7 +153,7 @@ class Decoder:
             given.row_req,
             out,
             lse_out,
-            room[self.held.left : self.held.scores],
+            room[self.held.partials : self.held.scores],
         )
         return at_once
 

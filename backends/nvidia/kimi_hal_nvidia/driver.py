@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from kimi_hal.errors import PluginError
 from kimi_hal_nvidia import cubins
 
-#: cuda.h: attributes of a kernel, of a launch, and of a device.
-MAX_DYNAMIC_SHARED, NON_PORTABLE_CLUSTER, CLUSTER_DIMENSION, OVERLAP, PROCESSORS = 8, 14, 4, 6, 16
+#: cuda.h: attributes of a kernel, and of a launch.
+MAX_DYNAMIC_SHARED, NON_PORTABLE_CLUSTER, CLUSTER_DIMENSION, OVERLAP = 8, 14, 4, 6
 
 
 class _Dimensions(Structure):

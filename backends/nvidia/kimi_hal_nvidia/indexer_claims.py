@@ -82,12 +82,15 @@ SOURCE = tuple(
         "cubins.py",
         "driver.py",
         "fp8_sum.py",
+        "h200.py",
         "indexer.py",
         "layouts.py",
         "parameters.py",
         "quantize_query.py",
         "scores.py",
+        "sizes.py",
         "streams.py",
+        "tickets.py",
         "topk.py",
     )
 )

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.cuda import is_current_stream_capturing
 
 from kimi_hal import formats
 from kimi_hal.dispatch.contract import BuildContext
@@ -21,6 +20,7 @@ from kimi_hal_nvidia.indexer_claims import PAGES
 from kimi_hal_nvidia.layouts import Layout
 from kimi_hal_nvidia.parameters import Parameters
 from kimi_hal_nvidia.streams import device_index, on_device, raw_stream
+from kimi_hal_nvidia.tickets import Tickets
 
 #: ``struct Scoring`` of ``scores.cuh``: addresses, then numbers.
 ADDRESSES, NUMBERS = 9, "10q 11i 4x"
@@ -31,8 +31,6 @@ GROUPED = 64
 SOME = 128
 #: Keys of a request from which on the last of all are dealt out to blocks that are early: rows change more often then.
 DEALT = 32768
-#: The handle that names every thread's own default stream: launches of several threads on it may overlap.
-PER_THREAD = 2
 #: Kinds of rows, ``enum class Rows`` of ``scores.cuh`` -> how their kernels' names end.
 KINDS = {"one": "_one", "some": "", "many": "_many"}
 #: Where the cache stands among the operands, and what its address is a multiple of.
@@ -100,40 +98,6 @@ def ring_for(heads: int, limits: Limits) -> Ring:
     return next((r for r in fitting if r.rows >= likely), fitting[-1])
 
 
-class Tickets:
-    """Words by which the blocks of a launch share what is left: each stream and each captured launch has its own.
-
-    Launches of a stream follow each other, and so do those of a captured one; others may overlap. Where there are no
-    more words, shares are fixed: so it is from some 8,000 captured launches of a plan on, which keep theirs as long as
-    the plan lives, and on the default stream of each thread, whose handle is the same for all.
-
-    Args:
-        words: zeros that nobody else writes, of as many launches; None: there are none.
-        launches: that have some.
-        each: bytes of a launch.
-    """
-
-    def __init__(
-        self, words: Tensor | None, launches: int = sizes.TICKETS // sizes.TICKET, each: int = sizes.TICKET
-    ) -> None:
-        self.words = words
-        begin = 0 if words is None else words.data_ptr()
-        self.free = iter(range(begin, begin + launches * each, each))
-        self.streams: dict[int, int] = {}
-
-    def of(self, stream: int) -> int:
-        """Return the address of a launch's words on the current stream; 0: there are none."""
-        if self.words is None:
-            return 0
-        if is_current_stream_capturing():
-            return next(self.free, 0)
-        if stream == PER_THREAD:
-            return 0
-        if stream not in self.streams:
-            self.streams[stream] = next(self.free, 0)
-        return self.streams[stream]
-
-
 class Operands(NamedTuple):
     """The seven operands of the scores."""
 
@@ -176,7 +140,7 @@ class Scorer:
             kind: driver.launcher(kernel, self.parameters.address, overlap=follows)
             for kind, kernel in self.kernels(ctx, fmt, index).items()
         }
-        self.tickets = Tickets(ctx.persistent)
+        self.tickets = Tickets(ctx.persistent, sizes.SCORES_LAUNCHES, sizes.TICKET)
         self.facts: tuple[Any, ...] = ()
         self.layout = Layout()
         self.stream = raw_stream(index)

@@ -13,11 +13,11 @@ from kimi_hal.ops.spec import Limits
 from kimi_hal.triton.sizes import SCORES, SELECT_ROWS
 from kimi_hal_nvidia import attention_plan
 
-#: Bytes by which the blocks of one launch of scores share what is left, and those of all launches that may overlap.
+#: Launches of a plan that may overlap and have words of their own, by what they compute: see ``tickets.py``.
+SCORES_LAUNCHES, ATTENTION_LAUNCHES = 8192, 1024
+#: Bytes by which the blocks of one launch of scores share the last pages, and those of all launches.
 TICKET = 8
-TICKETS = 8192 * TICKET
-#: Launches of attention that may overlap and have words of their own.
-LAUNCHES = 1024
+TICKETS = SCORES_LAUNCHES * TICKET
 
 
 def indexer_logits(spec: IndexerSpec, limits: Limits, arch: str) -> Sizes:
@@ -36,8 +36,8 @@ def indexer_topk(spec: IndexerTopKSpec, limits: Limits, arch: str) -> Sizes:
 def sparse_mla(spec: SparseMLASpec, limits: Limits, arch: str) -> Sizes:
     """Return the sizes of a plan of ``sparse_mla``: nothing, unless parts of rows meet in memory."""
     way = attention_plan.cut(spec, limits, {})
-    counts = LAUNCHES * attention_plan.counted(spec, limits, way) if way.left else 0
-    return Sizes(workspace=attention_plan.left(spec, limits, way), persistent=counts)
+    counts = ATTENTION_LAUNCHES * attention_plan.counter_bytes(spec, limits, way) if way.in_memory else 0
+    return Sizes(workspace=attention_plan.workspace_bytes(spec, limits, way), persistent=counts)
 
 
 class Held(NamedTuple):
@@ -46,7 +46,7 @@ class Held(NamedTuple):
     Attributes:
         q, q_scale, weights: of the quantised query.
         indices, selected: of the selection.
-        left: what parts of a row of attention leave for each other.
+        partials: what parts of a row of attention leave for each other.
         scores: of as many rows as are scored at once, last.
     """
 
@@ -55,7 +55,7 @@ class Held(NamedTuple):
     weights: int
     indices: int
     selected: int
-    left: int
+    partials: int
     scores: int
 
     @classmethod
@@ -71,8 +71,10 @@ class Held(NamedTuple):
             4 * spec.indexer.topk,
             kept,
         )
-        left = sparse_mla(spec.attn, limits, "").workspace
-        ends = accumulate(-(-size // 256) * 256 for size in (*(size * limits.max_rows for size in row), left))
+        partials = sparse_mla(spec.attn, limits, "").workspace
+        ends = accumulate(
+            -(-size // 256) * 256 for size in (*(size * limits.max_rows for size in row), partials)
+        )
         return cls(0, *ends)
 
 

@@ -14,11 +14,12 @@ from kimi_hal.dispatch.contract import BuildContext
 from kimi_hal.ops.sparse_mla import SparseMLASpec
 from kimi_hal.ops.spec import Limits
 from kimi_hal_nvidia import driver
-from kimi_hal_nvidia.attention_plan import CLUSTERS, PROCESSORS, Way, counted, cut, left, tiles
+from kimi_hal_nvidia.attention_plan import Way, counter_bytes, cut, tiles, workspace_bytes
+from kimi_hal_nvidia.h200 import CLUSTERS, PROCESSORS
 from kimi_hal_nvidia.parameters import Parameters
-from kimi_hal_nvidia.scores import Tickets
-from kimi_hal_nvidia.sizes import LAUNCHES, sparse_mla
+from kimi_hal_nvidia.sizes import ATTENTION_LAUNCHES, sparse_mla
 from kimi_hal_nvidia.streams import device_index, on_device, raw_stream
+from kimi_hal_nvidia.tickets import Tickets
 
 #: ``struct Attention`` of ``sparse_mla.cu``: addresses, then numbers.
 ADDRESSES, NUMBERS = 12, "10q12i15I2if"
@@ -93,9 +94,12 @@ class Attention:
         form, parts = way.form, way.parts
         self.parts, self.blocks = parts, form.blocks(spec)
         self.parameters = Parameters(ADDRESSES, NUMBERS)
-        self.tickets = Tickets(words if way.left else None, LAUNCHES, counted(spec, limits, way))
-        #: Blocks that parts that meet in memory are dealt to: all there is room for; a relay's has one.
-        self.dealt, self.there = 1, 1 << 30 if form.relayed else PROCESSORS * form.there
+        self.tickets = Tickets(
+            words if way.in_memory else None, ATTENTION_LAUNCHES, counter_bytes(spec, limits, way)
+        )
+        #: Blocks that parts that meet in memory are dealt to in a launch, at most as many as are resident at once; of a
+        #: relay, whose blocks take one part, as many as there are parts.
+        self.dealt, self.most_dealt = 1, 1 << 30 if form.relayed else PROCESSORS * form.there
 
         def launch(name: str, cluster: bool = True) -> Callable[..., None]:
             what, shared = KERNELS[spec.latent][name]
@@ -110,12 +114,13 @@ class Attention:
             {n: launch(name) for n, name in reversed(SLICES.items())} if few else {1: launch(form.name)}
         )
         self.launch, self.grid = self.launches[1], 0
-        self.apart = launch(form.name, cluster=False) if way.left else None
+        #: The launch without clusters, of parts that meet in memory.
+        self.unclustered = launch(form.name, cluster=False) if way.in_memory else None
         self.stream = raw_stream(index)
         #: Where rows are not cut, blocks take rows and heads in turn; a cluster has one, and so has a block of ``few``.
         self.most = PROCESSORS * form.there if parts == 1 and not few else 1 << 30
-        #: Clusters of ``few`` that there is room for at once.
-        self.room = CLUSTERS[parts] if few else 0
+        #: Clusters of ``few`` that are resident at once.
+        self.resident = CLUSTERS[parts] if few else 0
         world, interleave = spec.dcp.world, spec.dcp.interleave
         self.fixed = (
             *(spec.num_heads, parts, -(-tiles(spec) // parts), SPACES[spec.index_space], spec.dcp.rank),
@@ -137,16 +142,16 @@ class Attention:
         row_req: Any,
         out: Any,
         lse_out: Any,
-        room: Any = None,
+        partials: Any = None,
     ) -> None:
         """Fill ``out`` and ``lse_out``; there is at least one row. The operands are the operator's own.
 
-        ``room`` is what parts that meet in memory are left in.
+        ``partials`` is memory of ``workspace_bytes`` for parts that meet there; without it they meet in clusters.
         """
         operands = (q, cache, indices, k_scale, q_scale, index_len, block_table, row_req, out, lse_out)
         every = q.shape[0] * self.blocks * self.parts
         with self.parameters.lock:
-            self.dealt = min(every, self.there)
+            self.dealt = min(every, self.most_dealt)
             self.parameters.tell(
                 *(*q.stride()[:2], cache.stride(0), indices.stride(0)),
                 *(stride(index_len), stride(block_table), stride(row_req)),
@@ -159,33 +164,33 @@ class Attention:
                 self.scale,
             )
             items = min(q.shape[0] * self.blocks, self.most)
-            slices = next((n for n in self.launches if items * n <= self.room), 1)
+            slices = next((n for n in self.launches if items * n <= self.resident), 1)
             self.launch, self.grid = self.launches[slices], items * slices * self.parts
-            self.start(*map(address, operands), left=address(room))
+            self.start(*map(address, operands), partials=address(partials))
 
-    def start(self, *addresses: int, left: int = 0) -> None:
-        """Launch with the numbers that are there, over operands and outputs at these addresses."""
+    def start(self, *addresses: int, partials: int = 0) -> None:
+        """Launch with the numbers that are there, over operands, outputs and partials at these addresses."""
         stream = self.stream()
-        words = self.tickets.of(stream) if self.apart and left else 0
-        self.parameters.point(*addresses, left if words else 0, words)
-        if self.apart and words:
-            self.apart(self.dealt, 1, stream)
+        words = self.tickets.of(stream) if self.unclustered and partials else 0
+        self.parameters.point(*addresses, partials if words else 0, words)
+        if self.unclustered and words:
+            self.unclustered(self.dealt, 1, stream)
         else:
             self.launch(self.grid, 1, stream, self.parts)
 
 
 def words_of(spec: SparseMLASpec, limits: Limits, way: Way, words: Any) -> Any:
     """Return ``words`` if the plan has asked for as much as the way needs; else None, and parts meet in clusters."""
-    asked, counts = sparse_mla(spec, limits, ""), LAUNCHES * counted(spec, limits, way)
-    fits = left(spec, limits, way) <= asked.workspace and counts <= asked.persistent
-    return words if way.left and fits else None
+    asked, counts = sparse_mla(spec, limits, ""), ATTENTION_LAUNCHES * counter_bytes(spec, limits, way)
+    fits = workspace_bytes(spec, limits, way) <= asked.workspace and counts <= asked.persistent
+    return words if way.in_memory and fits else None
 
 
 def build_sparse_mla(ctx: BuildContext) -> Callable[..., Any]:
     """Make the run function of ``sparse_mla``."""
     spec, check = ctx.spec, ctx.check
     way = cut(spec, ctx.limits, ctx.configuration)
-    needed, words = left(spec, ctx.limits, way), words_of(spec, ctx.limits, way, ctx.persistent)
+    needed, words = workspace_bytes(spec, ctx.limits, way), words_of(spec, ctx.limits, way, ctx.persistent)
     attend = Attention(spec, ctx.limits, way, ctx.arch, device_index(ctx.device), words)
     heads, rank, lse_width = spec.num_heads, spec.kv_rank, spec.num_heads if spec.return_lse else 0
 
@@ -223,12 +228,14 @@ def build_sparse_mla(ctx: BuildContext) -> Callable[..., Any]:
         if lse_out is None:
             lse_out = q.new_empty((q.shape[0], lse_width), dtype=torch.float32)
         if q.shape[0]:
-            room = (
+            partials = (
                 q.new_empty((needed,), dtype=torch.uint8)
                 if words is not None and workspace is None
                 else workspace
             )
-            attend(q, cache, indices, k_scale, q_scale, index_len, block_table, row_req, out, lse_out, room)
+            attend(
+                q, cache, indices, k_scale, q_scale, index_len, block_table, row_req, out, lse_out, partials
+            )
         return out, lse_out
 
     return on_device(ctx.device, run)

@@ -53,7 +53,9 @@ SPARSE_MLA = tuple(
         preferences=PASSED,
         size="kimi_hal_nvidia.sizes:sparse_mla",
         execution=(execution,),
-        source=_source("attention_plan.py", "cubins/sparse_mla*", "scores.py", "sizes.py", "sparse_mla.py"),
+        source=_source(
+            "attention_plan.py", "cubins/sparse_mla*", "h200.py", "sizes.py", "sparse_mla.py", "tickets.py"
+        ),
         compile="kimi_hal_nvidia.sparse_mla_kernels:sparse_mla",
         configurations="kimi_hal_nvidia.attention_plan:configurations",
     )

@@ -14,6 +14,7 @@ from kimi_hal.ops.operator import torch_dtype
 from kimi_hal.ops.topk_merge import TopKSpec
 from kimi_hal.parallel import ownership
 from kimi_hal_nvidia import driver
+from kimi_hal_nvidia.h200 import PROCESSORS
 from kimi_hal_nvidia.layouts import Layout
 from kimi_hal_nvidia.parameters import Parameters
 from kimi_hal_nvidia.streams import device_index, on_device, raw_stream
@@ -40,8 +41,6 @@ CLUSTER, COLUMNS = 16, 16384
 MANY_ROWS = 133
 #: Blocks at most where clusters are large, which few places on the chip suit, and of teams, which could be fewer.
 MANY_LARGE, TEAMS = 64, 80
-#: Multiprocessors that clusters are spread over.
-PROCESSORS = 132
 
 
 def team_of(rows: int, columns: int) -> tuple[str, int] | None:

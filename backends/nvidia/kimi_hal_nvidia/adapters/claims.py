@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from kimi_hal.dispatch.contract import Capability, Implementation, Preference, Properties, TensorCap
 from kimi_hal.domain import Domain, OneOf, Range
 from kimi_hal.triton.claim_terms import DCP, ELEMENT, FLAG
-from kimi_hal_nvidia.adapters.attention_claims import ATTENTION as FLASHINFER_ATTENTION
+from kimi_hal_nvidia.adapters.flashinfer_claims import ATTENTION as FLASHINFER_ATTENTION
 
 #: Behind everything of this backend's own: taken by name, or where a Spec admits what it rounds and nothing else fits
 #: or a table of measurements puts it first.

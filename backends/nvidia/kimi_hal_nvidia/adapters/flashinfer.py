@@ -20,8 +20,8 @@ from torch import Tensor
 
 from kimi_hal.dispatch.contract import BuildContext
 from kimi_hal.ops.sparse_mla import SparseMLASpec
-from kimi_hal_nvidia.adapters import attention_calls, attention_sizes
-from kimi_hal_nvidia.adapters.attention_calls import Operands, padded
+from kimi_hal_nvidia.adapters import flashinfer_calls, flashinfer_sizes
+from kimi_hal_nvidia.adapters.flashinfer_calls import Operands, padded
 
 #: What either path is given, by name.
 COMMON = (
@@ -71,7 +71,7 @@ class Rows:
     def __init__(self, spec: SparseMLASpec) -> None:
         self.spec = spec
         self.attend = function("trtllm_batch_decode_with_kv_cache_mla", TRTLLM)
-        self.heads = attention_sizes.trtllm_heads(spec.num_heads)
+        self.heads = flashinfer_sizes.trtllm_heads(spec.num_heads)
 
     def __call__(self, given: Operands, workspace: Tensor) -> tuple[Tensor, Any]:
         """Attend; a row without a key gets any one."""
@@ -80,7 +80,7 @@ class Rows:
         q = padded(given.q, self.heads)
         index, width = given.index.clone(), given.index.shape[1]
         index[:, 0].clamp_(min=0)
-        counters, scratch = attention_sizes.cut(workspace, attention_sizes.COUNTERS)
+        counters, scratch = flashinfer_sizes.cut(workspace, flashinfer_sizes.COUNTERS)
         logits, outputs = scales(spec, given)
         lse = q.new_empty(q.shape[:2], dtype=torch.float32) if spec.return_lse else None
         found = self.attend(
@@ -143,9 +143,9 @@ class Records:
 
 def build_rows(ctx: BuildContext) -> Callable[..., Any]:
     """Make the run function over 576 numbers a token."""
-    return attention_calls.built(ctx, Rows(ctx.spec), attention_sizes.TRTLLM_ROWS)
+    return flashinfer_calls.built(ctx, Rows(ctx.spec), flashinfer_sizes.TRTLLM_ROWS)
 
 
 def build_records(ctx: BuildContext) -> Callable[..., Any]:
     """Make the run function over records."""
-    return attention_calls.built(ctx, Records(ctx.spec), attention_sizes.RECORD_ROWS)
+    return flashinfer_calls.built(ctx, Records(ctx.spec), flashinfer_sizes.RECORD_ROWS)

@@ -18,9 +18,9 @@ from torch import Tensor
 from kimi_hal import formats
 from kimi_hal.dispatch.contract import BuildContext
 from kimi_hal.ops.sparse_mla import SparseMLASpec
-from kimi_hal_nvidia.adapters import attention_calls, attention_sizes, gathered
-from kimi_hal_nvidia.adapters.attention_calls import Operands, padded
+from kimi_hal_nvidia.adapters import flashinfer_calls, flashinfer_sizes, gathered
 from kimi_hal_nvidia.adapters.flashinfer import NOPE, RANK, SHARED, function
+from kimi_hal_nvidia.adapters.flashinfer_calls import Operands, padded
 
 GIVEN = (
     *("query", "kv_cache", "workspace_buffer", "qk_nope_head_dim", "kv_lora_rank", "qk_rope_head_dim"),
@@ -42,8 +42,8 @@ class Pages:
         """Attend; a row without a key gets zeros for one."""
         spec, rows, width = self.spec, *given.index.shape
         q = padded(given.q, HEADS)
-        own, room = attention_sizes.cut(workspace, attention_sizes.XQA_OWN)
-        own[: attention_sizes.XQA_MARKS].zero_()
+        own, room = flashinfer_sizes.cut(workspace, flashinfer_sizes.XQA_OWN)
+        own[: flashinfer_sizes.XQA_MARKS].zero_()
         held = room[: rows * width * self.row_bytes]
         gathered.gather(given.index, given.cache, spec.page, self.row_bytes, held)
         pages = width // PAGE
@@ -67,4 +67,4 @@ class Pages:
 
 def build_pages(ctx: BuildContext) -> Callable[..., Any]:
     """Make the run function over gathered rows."""
-    return attention_calls.built(ctx, Pages(ctx.spec), attention_sizes.XQA_ROWS)
+    return flashinfer_calls.built(ctx, Pages(ctx.spec), flashinfer_sizes.XQA_ROWS)

@@ -289,8 +289,8 @@ __device__ __forceinline__ void tell_shares(Sums<S>& sums, Room<S>& room, const 
     if (g == 0 && w == 0) room.top[head] = sums.base[c];
   }
   meet(WEIGHER);
-  if (a.left) {
-    if (mine < S::HEADS) Left<S>(a, item).sums(rank)[mine] = own_sum<S>(room, mine);
+  if (a.partials) {
+    if (mine < S::HEADS) Partials<S>(a, item).sums(rank)[mine] = own_sum<S>(room, mine);
     return;
   }
   if (a.parts > 1) exchange_sums<S>(room, a.parts, rank);
@@ -437,8 +437,8 @@ __device__ __forceinline__ void add_items(Room<S>& room, const Attention& a, con
       warp_arrives(&room.heard);
       write<S, 0>(mine, a, item, latent);
       write<S, 4>(mine, a, item, 256 + latent);
-    } else if (a.left) {
-      leave_outputs<S>(mine, Left<S>(a, item), item.part, a.heads - item.first_head);
+    } else if (a.partials) {
+      leave_outputs<S>(mine, Partials<S>(a, item), item.part, a.heads - item.first_head);
     } else {
       cluster_wait(), cluster_arrive(), cluster_wait();  // all have begun; no block reads tiles any more
       send_outputs<S, 0>(mine, room, a.parts, item.part, latent);
@@ -450,14 +450,14 @@ __device__ __forceinline__ void add_items(Room<S>& room, const Attention& a, con
 // Of all who compute: this block's part is left. If that was the last one of its item, add all and write the outputs.
 template <typename S>
 __device__ __forceinline__ void add_relayed(Room<S>& room, const Attention& a, const Item<S>& item) {
-  Left<S> left(a, item);
+  Partials<S> partials(a, item);
   workers_meet<S>();
   if (threadIdx.x == 0) room.raised[0] = arrives_last(a, item.number, 0, 1);
   workers_meet<S>();
   if (!room.raised[0]) return;
-  if (threadIdx.x < S::HEADS) share_left<S>(room.shares, a, item, left, threadIdx.x, true);
+  if (threadIdx.x < S::HEADS) share_partials<S>(room.shares, a, item, partials, threadIdx.x, true);
   workers_meet<S>();
-  add_left<S>(room.shares, a, item, left, warp() >> 2, S::GROUPS);
+  add_partials<S>(room.shares, a, item, partials, warp() >> 2, S::GROUPS);
 }
 
 // Compute all tiles.
@@ -478,6 +478,6 @@ __device__ __forceinline__ void relay_work(Room<S>& room, const Attention& a, co
   }
   if (a.clustered())
     add_sent<S>(room, a, item, item.part);
-  else if (a.left)
+  else if (a.partials)
     add_relayed<S>(room, a, item);
 }

@@ -6,7 +6,7 @@
 // S = K Qt and latents that of O^T = V^T Pt, both decoded from the same bytes straight to float16 in registers, where every
 // code times its scale is exact. Softmax subtracts a reference that only follows the maximum where that has grown by
 // 2^SLACK, so that mostly one meeting a tile is enough. Warpgroups and blocks of a cluster add their parts through shared
-// memory; or parts meet in memory (left.cuh), and blocks take equal ranges of all rows' parts.
+// memory; or parts meet in memory (meeting.cuh), and blocks take equal ranges of all rows' parts.
 #include <cuda_bf16.h>
 
 #include "copies.cuh"
@@ -32,7 +32,7 @@ struct Attention {
   const int* row_req;
   __nv_bfloat16* out;
   float* lse;
-  unsigned char* left;  // what parts leave in memory for each other; null: they meet in a cluster
+  unsigned char* partials;  // what parts leave in memory for each other; null: they meet in a cluster
   u64* arrived;         // of an item, a byte for each warp: parts that it has left. 0 before a launch, and behind it
   long long q_row, q_head, page_stride, index_row, len_stride, table_row, req_stride, out_row, out_head, lse_row;
   int width, pages, requests, columns, rows, heads, parts, each, space, rank, q_fp8, returns_lse;
@@ -41,7 +41,7 @@ struct Attention {
   Divisor cuts;    // of an item: its parts
   int share, longer;  // parts that a block takes, where they meet in memory, and blocks that have one more
 
-  __device__ __forceinline__ bool clustered() const { return parts > 1 && !left; }
+  __device__ __forceinline__ bool clustered() const { return parts > 1 && !partials; }
   float softmax_scale;
 };
 
@@ -50,7 +50,7 @@ enum Space { SLOT, POSITION, LOCAL };
 constexpr int KEYS = 64;  // of a tile
 constexpr int MOST_PARTS = 16;  // of a row: blocks of a cluster
 constexpr int MOST_RELAYED = 8;  // of many heads
-constexpr int MOST_LEFT = 8;  // that meet in memory
+constexpr int MOST_PARTIALS = 8;  // that meet in memory
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 // Exponentials beside the reference are at most e^SLACK, 2^4, and the largest so far is at least 1: float16 holds what
 // counts of them. Sums are of float32, and the reference is a logit: one key's LSE is that logit to the bit.
@@ -154,7 +154,7 @@ struct Walk {
 
   __device__ __forceinline__ Walk(const Attention& a)  // the blocks of a cluster stand one behind the other
       : begin(blockIdx.x), end(a.rows * a.blocks.by * a.parts), step(gridDim.x) {
-    if (!a.left) return;
+    if (!a.partials) return;
     begin = blockIdx.x * a.share + min(static_cast<int>(blockIdx.x), a.longer);
     end = begin + a.share + (blockIdx.x < a.longer), step = 1;
   }
@@ -1003,7 +1003,7 @@ __device__ __forceinline__ void spread(Part<S>& part, Room<S>& room, const Atten
   add_given<S>(given, a, item, min(S::HEADS, a.heads - item.first_head), rank);
 }
 
-#include "left.cuh"
+#include "meeting.cuh"
 #include "relay.cuh"
 
 // Add the parts of an item and write its outputs.
@@ -1014,7 +1014,7 @@ __device__ __forceinline__ void settle(Part<S>& part, Room<S>& room, const Atten
   int chunk = 8 * (warp() & 3) + (lane() >> 2), latent = 16 * chunk + 8 * group;
   if (a.parts == 1) return write_item<S>(part, room, a, item, group, latent);
   if constexpr (S::LEAVES) {
-    if (a.left) return leave_item<S>(part, room, a, item);
+    if (a.partials) return leave_item<S>(part, room, a, item);
   }
   spread<S>(part, room, a, item, item.part, group, latent);
 }

@@ -6,14 +6,14 @@
 
 // Where an item's parts are left.
 template <typename S>
-struct Left {
+struct Partials {
   static constexpr int BYTES = S::HEADS * (LATENT * 4 + 64), FOURS = BYTES / 16, SUMS = S::HEADS * LATENT * 4;
   static constexpr int THREADS = S::RELAYED ? 128 : S::WORKERS;  // that have outputs
   static constexpr int EACH = S::HEADS * LATENT / 4 / THREADS;   // fours of a thread
   unsigned char* parts;
 
-  __device__ __forceinline__ Left(const Attention& a, const Item<S>& item)
-      : parts(a.left + static_cast<long long>(item.number) * a.parts * BYTES) {}
+  __device__ __forceinline__ Partials(const Attention& a, const Item<S>& item)
+      : parts(a.partials + static_cast<long long>(item.number) * a.parts * BYTES) {}
   // This thread's first four outputs; the next ones are THREADS on.
   __device__ __forceinline__ float4* outputs(int part) const {
     return reinterpret_cast<float4*>(parts + part * BYTES) + (S::RELAYED ? threadIdx.x & 127 : threadIdx.x);
@@ -26,14 +26,14 @@ struct Left {
 
 // Which of this thread's heads its `r`-th four neighbouring latents are of.
 template <typename S>
-__device__ __forceinline__ constexpr int pair_of_four(int r) { return r / (Left<S>::EACH / S::PAIRS); }
+__device__ __forceinline__ constexpr int pair_of_four(int r) { return r / (Partials<S>::EACH / S::PAIRS); }
 template <typename S>
 __device__ __forceinline__ int head_of(int c) { return 8 * (c / 2) + 2 * (lane() & 3) + (c & 1); }
 
 // Those latents.
 template <typename S>
 __device__ __forceinline__ float4 four_of(const Part<S>& part, int r) {
-  int c = pair_of_four<S>(r), q = r % (Left<S>::EACH / S::PAIRS), j = c / 2, e = c & 1;
+  int c = pair_of_four<S>(r), q = r % (Partials<S>::EACH / S::PAIRS), j = c / 2, e = c & 1;
   if constexpr (S::KEPT)
     return make_float4(part.o[0][j][2 * q + e], part.o[1][j][2 * q + e], part.o[2][j][2 * q + e], part.o[3][j][2 * q + e]);
   const auto &low = part.o[2 * q][j], &high = part.o[2 * q + 1][j];
@@ -42,11 +42,11 @@ __device__ __forceinline__ float4 four_of(const Part<S>& part, int r) {
 
 // Leave this thread's outputs of heads that there are.
 template <typename S>
-__device__ __forceinline__ void leave_outputs(const Part<S>& part, const Left<S>& left, int number, int heads) {
-  float4* to = left.outputs(number);
+__device__ __forceinline__ void leave_outputs(const Part<S>& part, const Partials<S>& partials, int number, int heads) {
+  float4* to = partials.outputs(number);
 #pragma unroll
-  for (int r = 0; r < Left<S>::EACH; ++r)
-    if (head_of<S>(pair_of_four<S>(r)) < heads) __stcg(to + r * Left<S>::THREADS, four_of<S>(part, r));
+  for (int r = 0; r < Partials<S>::EACH; ++r)
+    if (head_of<S>(pair_of_four<S>(r)) < heads) __stcg(to + r * Partials<S>::THREADS, four_of<S>(part, r));
 }
 
 // Of one thread, behind what is to be seen: `count` more parts of an item are left by warp `who`. True if none is missing;
@@ -66,25 +66,25 @@ __device__ __forceinline__ bool arrives_last(const Attention& a, int item, int w
 // there are not are zeros times -0: adding that changes nothing, not even a zero's sign.
 template <typename S>
 struct Shares {
-  float weight[MOST_LEFT][S::HEADS], share[S::HEADS];
+  float weight[MOST_PARTIALS][S::HEADS], share[S::HEADS];
 };
 
 // Of one thread, for a head.
 template <typename S>
-__device__ __forceinline__ void share_left(Shares<S>& shares, const Attention& a, const Item<S>& item, const Left<S>& left, int mine,
+__device__ __forceinline__ void share_partials(Shares<S>& shares, const Attention& a, const Item<S>& item, const Partials<S>& partials, int mine,
                                            bool says_lse) {
-  float2 sum = make_float2(-INFINITY, 0.0f), one[MOST_LEFT];
+  float2 sum = make_float2(-INFINITY, 0.0f), one[MOST_PARTIALS];
 #pragma unroll
-  for (int i = 0; i < MOST_LEFT; ++i) one[i] = i < a.parts ? __ldcg(left.sums(i) + mine) : sum;
+  for (int i = 0; i < MOST_PARTIALS; ++i) one[i] = i < a.parts ? __ldcg(partials.sums(i) + mine) : sum;
 #pragma unroll
-  for (int i = 0; i < MOST_LEFT; ++i) sum.x = fmaxf(sum.x, one[i].x);
+  for (int i = 0; i < MOST_PARTIALS; ++i) sum.x = fmaxf(sum.x, one[i].x);
 #pragma unroll
-  for (int i = 0; i < MOST_LEFT; ++i)
+  for (int i = 0; i < MOST_PARTIALS; ++i)
     if (i < a.parts) sum.y += one[i].y * exponential(one[i].x - subtrahend(sum.x));
   float share = share_of<S>(a, sum);
   shares.share[mine] = share;
 #pragma unroll
-  for (int i = 0; i < MOST_LEFT; ++i)
+  for (int i = 0; i < MOST_PARTIALS; ++i)
     shares.weight[i][mine] = i < a.parts ? exponential(one[i].x - subtrahend(sum.x)) * (S::RELAYED ? share : 1.0f) : -0.0f;
   int head = item.first_head + mine;
   if (says_lse && head < a.heads && a.returns_lse) a.lse[item.row * a.lse_row + head] = lse_of(sum);
@@ -101,7 +101,7 @@ __device__ __forceinline__ int latent_of(int unit) {
 
 // Write two fours of a head.
 template <typename S>
-__device__ __forceinline__ void write_left(const Attention& a, const Item<S>& item, const float (&o)[2][4], int head, float share,
+__device__ __forceinline__ void write_added(const Attention& a, const Item<S>& item, const float (&o)[2][4], int head, float share,
                                            int latent) {
   constexpr int BEHIND = S::KEPT ? 8 : 4;  // latents from one four to the next
   __nv_bfloat16* to = a.out + item.row * a.out_row + (item.first_head + head) * a.out_head + latent;
@@ -123,11 +123,11 @@ __device__ __forceinline__ void write_left(const Attention& a, const Item<S>& it
 // Add all parts of an item's outputs, in their order, and write them: two fours of a head are a unit, `first` and every
 // `step`-th; some units and parts are on their way together.
 template <typename S>
-__device__ __forceinline__ void add_left(const Shares<S>& shares, const Attention& a, const Item<S>& item, const Left<S>& left,
+__device__ __forceinline__ void add_partials(const Shares<S>& shares, const Attention& a, const Item<S>& item, const Partials<S>& partials,
                                          int first, int step) {
-  constexpr int AT_ONCE = S::HEADS == 32 ? MOST_LEFT : 4, TOGETHER = 2;  // parts and units
-  constexpr int OF_HEAD = Left<S>::EACH / S::PAIRS / 2, UNITS = Left<S>::EACH / 2;
-  static_assert(UNITS % (TOGETHER * (S::RELAYED ? S::GROUPS : 1)) == 0 && MOST_LEFT % AT_ONCE == 0, "no unit is left over");
+  constexpr int AT_ONCE = S::HEADS == 32 ? MOST_PARTIALS : 4, TOGETHER = 2;  // parts and units
+  constexpr int OF_HEAD = Partials<S>::EACH / S::PAIRS / 2, UNITS = Partials<S>::EACH / 2;
+  static_assert(UNITS % (TOGETHER * (S::RELAYED ? S::GROUPS : 1)) == 0 && MOST_PARTIALS % AT_ONCE == 0, "no unit is left over");
   int heads = min(S::HEADS, a.heads - item.first_head);
 #pragma unroll 1
   for (int unit = first; unit < UNITS; unit += TOGETHER * step) {
@@ -140,12 +140,12 @@ __device__ __forceinline__ void add_left(const Shares<S>& shares, const Attentio
 #pragma unroll
         for (int u = 0; u < TOGETHER; ++u) {
           int mine = unit + u * step;
-          const float4* from = left.outputs(0) + (i + b) * Left<S>::FOURS + 2 * mine * Left<S>::THREADS;
+          const float4* from = partials.outputs(0) + (i + b) * Partials<S>::FOURS + 2 * mine * Partials<S>::THREADS;
           bool there = i + b < a.parts && head_of<S>(mine / OF_HEAD) < heads;
 #pragma unroll
           for (int q = 0; q < 2; ++q) {
             v[b][u][q] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (there) v[b][u][q] = __ldcg(from + q * Left<S>::THREADS);
+            if (there) v[b][u][q] = __ldcg(from + q * Partials<S>::THREADS);
           }
         }
       }
@@ -165,7 +165,7 @@ __device__ __forceinline__ void add_left(const Shares<S>& shares, const Attentio
 #pragma unroll
     for (int u = 0; u < TOGETHER; ++u) {
       int mine = unit + u * step, head = head_of<S>(mine / OF_HEAD);
-      if (head < heads) write_left<S>(a, item, o[u], head, S::RELAYED ? 1.0f : shares.share[head], latent_of<S>(mine));
+      if (head < heads) write_added<S>(a, item, o[u], head, S::RELAYED ? 1.0f : shares.share[head], latent_of<S>(mine));
     }
   }
 }
@@ -174,13 +174,13 @@ __device__ __forceinline__ void add_left(const Shares<S>& shares, const Attentio
 // minds no other.
 template <typename S>
 __device__ __forceinline__ void leave_item(Part<S>& part, Room<S>& room, const Attention& a, const Item<S>& item) {
-  Left<S> left(a, item);
+  Partials<S> partials(a, item);
   Walk walk(a);
   // The item's parts that are this block's.
   int begin = max(0, walk.begin - item.number * a.parts), end = min(a.parts, walk.end - item.number * a.parts);
   if constexpr (S::KEPT) turn_four<S, 0>(part);
-  if (lane() < S::HEADS) __stcg(left.sums(item.part) + lane(), block_sum<S>(room, lane()));
-  leave_outputs<S>(part, left, item.part, a.heads - item.first_head);
+  if (lane() < S::HEADS) __stcg(partials.sums(item.part) + lane(), block_sum<S>(room, lane()));
+  leave_outputs<S>(part, partials, item.part, a.heads - item.first_head);
   __syncwarp();
   if (item.part + 1 < end) return;
   if (end - begin < a.parts) {
@@ -191,7 +191,7 @@ __device__ __forceinline__ void leave_item(Part<S>& part, Room<S>& room, const A
   }
   static_assert(sizeof(room.p) >= S::WORKERS / 32 * sizeof(Shares<S>), "nobody reads weights any more");
   Shares<S>& shares = reinterpret_cast<Shares<S>*>(room.p)[warp()];
-  if (lane() < S::HEADS) share_left<S>(shares, a, item, left, lane(), warp() == 0);
+  if (lane() < S::HEADS) share_partials<S>(shares, a, item, partials, lane(), warp() == 0);
   __syncwarp();
-  add_left<S>(shares, a, item, left, 0, 1);
+  add_partials<S>(shares, a, item, partials, 0, 1);
 }

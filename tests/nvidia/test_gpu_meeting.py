@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kimi_hal.ops.sparse_mla import SparseMLASpec
 from kimi_hal.ops.spec import Limits
-from kimi_hal_nvidia.attention_plan import FORMS, Way, counted, left
-from kimi_hal_nvidia.sizes import LAUNCHES
+from kimi_hal_nvidia.attention_plan import FORMS, Way, counter_bytes, workspace_bytes
+from kimi_hal_nvidia.sizes import ATTENTION_LAUNCHES
 from kimi_hal_nvidia.sparse_mla import Attention
 
 pytestmark = [
@@ -63,8 +63,10 @@ class Case:
         self.cache = codes(PAGES, 64 * BYTES[self.latent])
         self.scale = torch.tensor([0.013], device=D) if self.latent == FP8 else None
         self.renew()
-        self.room = torch.empty(left(self.spec, self.limits, self.way), dtype=torch.uint8, device=D)
-        counts = LAUNCHES * counted(self.spec, self.limits, self.way)
+        self.room = torch.empty(
+            workspace_bytes(self.spec, self.limits, self.way), dtype=torch.uint8, device=D
+        )
+        counts = ATTENTION_LAUNCHES * counter_bytes(self.spec, self.limits, self.way)
         self.words = torch.zeros(counts, dtype=torch.uint8, device=D)
         self.memory = self.attention(self.words)
 
@@ -107,7 +109,7 @@ def differing(found: list[Tensor], other: list[Tensor]) -> list[tuple[list[int],
 def test_bits_are_those_of_clusters_and_of_a_row_alone(
     latent: str, heads: int, rows: int, form: str, parts: int
 ) -> None:
-    case = Case(latent, heads, rows, Way(BY_NAME[form], parts, left=True))
+    case = Case(latent, heads, rows, Way(BY_NAME[form], parts, in_memory=True))
     expected = case.attend(case.attention(None))
     assert not expected[0].view(torch.bfloat16).isnan().any()
     for _ in range(3):
@@ -126,7 +128,7 @@ def test_bits_are_those_of_clusters_and_of_a_row_alone(
 def test_a_graph_attends_to_new_data_and_another_stream_beside_it(
     heads: int, rows: int, form: str, parts: int
 ) -> None:
-    case = Case(FP8, heads, rows, Way(BY_NAME[form], parts, left=True))
+    case = Case(FP8, heads, rows, Way(BY_NAME[form], parts, in_memory=True))
     clusters = case.attention(None)
     case.attend(case.memory)
     torch.cuda.synchronize()
@@ -153,7 +155,7 @@ def test_a_graph_attends_to_new_data_and_another_stream_beside_it(
 
 
 def test_heads_and_outputs_that_are_not_there_are_left_alone() -> None:
-    case = Case(FP8, 12, 40, Way(BY_NAME["16"], 4, left=True))
+    case = Case(FP8, 12, 40, Way(BY_NAME["16"], 4, in_memory=True))
     whole: Any = torch.full((40, 14, 520), 7.0, device=D, dtype=torch.bfloat16)
     lse = torch.full((40, 13), 7.0, device=D)
     args = (case.q, case.cache, case.indices, case.scale, None, case.lengths, None, None)

@@ -38,7 +38,7 @@ PACKED, STRIDED = TensorCap(align=16, contiguous=("all",)), TensorCap(align=16)
 
 
 def _source(*modules: str) -> tuple[str, ...]:
-    common = ("attention_calls", "attention_sizes", "compacted", "slots")
+    common = ("flashinfer_calls", "flashinfer_sizes", "compacted", "slots")
     return tuple(f"kimi_hal_nvidia/adapters/{name}.py" for name in (*modules, *common))
 
 
@@ -57,7 +57,7 @@ def _attention(
         operator="sparse_mla",
         name=name,
         build=f"kimi_hal_nvidia.adapters.{builder}",
-        size=f"kimi_hal_nvidia.adapters.attention_sizes:{size}",
+        size=f"kimi_hal_nvidia.adapters.flashinfer_sizes:{size}",
         capabilities=(Capability(arch=arch, spec=spec, tensors={"cache": cache}, requires=REQUIRES),),
         preferences=BEHIND,
         numerics=numerics,
