@@ -52,6 +52,7 @@ KINDS = {
     "indexer_topk": Kind(CONTEXT, together=True),
     "topk_select": Kind(CONTEXT),
     "sparse_mla": Kind(SELECTED),
+    "dsa_decode": Kind(CONTEXT),
 }
 
 

@@ -55,12 +55,45 @@ def _pages(encoded: Tensor, count: int) -> Tensor:
     return encoded[torch.randint(0, encoded.shape[0], (count,), device=encoded.device)]
 
 
-def _scored(spec: Any, shape: Shape, sizes: Limits, device: torch.device) -> dict[str, Any]:
-    fmt, rows, requests = formats.index(spec.index), shape.rows, sizes.max_reqs
-    columns = -(-shape.length // fmt.page)
+def _keys_of(fmt: formats.IndexFormat, pages: int, device: torch.device) -> Tensor:
     encoded = torch.zeros(PAGES, fmt.page_bytes, dtype=torch.uint8, device=device)
     slots = torch.arange(PAGES * fmt.page, device=device)
     fmt.write(encoded, slots, torch.randn(len(slots), fmt.head_dim, device=device))
+    return _pages(encoded, pages)
+
+
+def _latents_of(spec: Any, pages: int, k_scale: Tensor | None, device: torch.device) -> Tensor:
+    fmt, page = formats.latent(spec.latent), spec.page
+    encoded = torch.zeros(min(PAGES, pages), page * fmt.row_bytes, dtype=torch.uint8, device=device)
+    slots = torch.arange(encoded.shape[0] * page, device=device)
+    values = (
+        torch.randn(len(slots), spec.kv_rank, device=device),
+        torch.randn(len(slots), spec.pe_dim, device=device),
+    )
+    fmt.write(encoded, page, slots, *values, k_scale)
+    return _pages(encoded, pages)
+
+
+def _latent_queries(spec: Any, rows: int, heads: int, device: torch.device) -> dict[str, Any]:
+    scale = torch.full((1,), SCALE, device=device)
+    q = torch.randn(rows, heads, spec.kv_rank + spec.pe_dim, device=device)
+    return {
+        "q": q.to(torch_dtype(spec.q_dtype)),
+        "k_scale": scale if formats.latent(spec.latent).needs_scale else None,
+        "q_scale": None if spec.q_dtype == "bfloat16" else scale,
+    }
+
+
+def _rows(shape: Shape, sizes: Limits, device: torch.device) -> dict[str, Any]:
+    return {
+        "row_req": torch.arange(shape.rows, device=device).int() // shape.rows_per_req,
+        "row_len": torch.full((shape.rows,), sizes.max_context, dtype=torch.int32, device=device),
+    }
+
+
+def _scored(spec: Any, shape: Shape, sizes: Limits, device: torch.device) -> dict[str, Any]:
+    fmt, rows, requests = formats.index(spec.index), shape.rows, sizes.max_reqs
+    columns = -(-shape.length // fmt.page)
     query = IndexQuerySpec(index=spec.index, num_heads=spec.num_heads, weights_dtype=spec.weights_dtype)
     q, scale, weights = indexer.quantize_index_query(
         query,
@@ -72,10 +105,9 @@ def _scored(spec: Any, shape: Shape, sizes: Limits, device: torch.device) -> dic
         "q": q,
         "q_scale": scale,
         "weights": weights.to(torch_dtype(spec.weights_dtype)),
-        "cache": _pages(encoded, requests * columns),
+        "cache": _keys_of(fmt, requests * columns, device),
         "block_table": table,
-        "row_req": torch.arange(rows, device=device).int() // shape.rows_per_req,
-        "row_len": torch.full((rows,), sizes.max_context, dtype=torch.int32, device=device),
+        **_rows(shape, sizes, device),
     }
 
 
@@ -87,33 +119,40 @@ def _selected(spec: Any, shape: Shape, sizes: Limits, device: torch.device) -> d
 
 
 def _attended(spec: Any, shape: Shape, sizes: Limits, device: torch.device) -> dict[str, Any]:
-    fmt, rows, page = formats.latent(spec.latent), shape.rows, spec.page
+    rows, page = shape.rows, spec.page
     pages = max(1, min(TOKENS, 64 * rows * spec.topk) // page)
-    encoded = torch.zeros(min(PAGES, pages), page * fmt.row_bytes, dtype=torch.uint8, device=device)
-    slots = torch.arange(encoded.shape[0] * page, device=device)
-    scale = torch.full((1,), SCALE, device=device)
-    k_scale = scale if fmt.needs_scale else None
-    values = (
-        torch.randn(len(slots), spec.kv_rank, device=device),
-        torch.randn(len(slots), spec.pe_dim, device=device),
-    )
-    fmt.write(encoded, page, slots, *values, k_scale)
+    queries = _latent_queries(spec, rows, spec.num_heads, device)
     own = pages * page * (spec.dcp.world if spec.index_space == "position" else 1)
     indices = torch.randint(0, own, (rows, spec.topk), dtype=torch.int32, device=device)
     paged = spec.index_space != "slot"
     return {
-        "q": torch.randn(rows, spec.num_heads, spec.kv_rank + spec.pe_dim, device=device).to(
-            torch_dtype(spec.q_dtype)
-        ),
-        "cache": _pages(encoded, pages),
+        **queries,
+        "cache": _latents_of(spec, pages, queries["k_scale"], device),
         "indices": indices,
-        "k_scale": k_scale,
-        "q_scale": None if spec.q_dtype == "bfloat16" else scale,
         "index_len": torch.full((rows,), spec.topk, dtype=torch.int32, device=device)
         if spec.has_index_len
         else None,
         "block_table": torch.randperm(pages, device=device).int()[None] if paged else None,
         "row_req": torch.zeros(rows, dtype=torch.int32, device=device) if paged else None,
+    }
+
+
+def _decoded(spec: Any, shape: Shape, sizes: Limits, device: torch.device) -> dict[str, Any]:
+    fmt, requests = formats.index(spec.indexer.index), sizes.max_reqs
+    columns = -(-shape.length // fmt.page)
+    blocks = -(-shape.length // spec.attn.page)
+    pages = max(1, min(TOKENS // spec.attn.page, requests * blocks))
+    queries = _latent_queries(spec.attn, shape.rows, spec.heads, device)
+    index_q, index_w = _quantised(spec.query, shape, sizes, device).values()
+    return {
+        **queries,
+        "index_q": index_q,
+        "index_w": index_w,
+        "latent_cache": _latents_of(spec.attn, pages, queries["k_scale"], device),
+        "index_cache": _keys_of(fmt, requests * columns, device),
+        "latent_table": torch.randint(0, pages, (requests, blocks), dtype=torch.int32, device=device),
+        "index_table": torch.randperm(requests * columns, device=device).int().view(requests, columns),
+        **_rows(shape, sizes, device),
     }
 
 
@@ -180,6 +219,10 @@ def _latents(spec: Any, shape: Shape) -> int:
     return TOKENS * formats.latent(spec.latent).row_bytes + queries
 
 
+def _keys_and_latents(spec: Any, shape: Shape) -> int:
+    return _keys(spec.indexer, shape) + _latents(spec.attn, shape)
+
+
 class Source(NamedTuple):
     """How the operands of an operator are made, and how many bytes the large ones take."""
 
@@ -196,4 +239,5 @@ OPERANDS = {
     "store_index_keys": Source(_stored_keys),
     "store_latent": Source(_stored_latents),
     "merge_attn_states": Source(_merged),
+    "dsa_decode": Source(_decoded, _keys_and_latents),
 }

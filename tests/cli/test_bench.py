@@ -267,3 +267,4 @@ def test_rows_of_one_request_are_measured_together_from_some_number_on() -> None
     assert shapes("sparse_mla", (3,), (8192, 512)) == [Shape(4, 1, 2048)]
     assert shapes("topk_select", (4096,), (65536, 1 << 20)) == [Shape(4096, 1, 65536)]
     assert shapes("merge_attn_states", (8,), (8192, 512)) == [Shape(8)]
+    assert shapes("dsa_decode", (128,), (8192, 512)) == [Shape(128, 1, 8192), Shape(128, 1, 512)]
