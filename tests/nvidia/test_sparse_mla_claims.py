@@ -130,9 +130,27 @@ def test_ways_that_meet_in_memory_are_tried_where_the_plan_asks_for_as_much() ->
     assert {"form": 1, "parts": 4, "in_memory": 1} in some
     assert {"form": 1, "parts": 3} in some
     assert not any("in_memory" in way for way in none)
-    asked = sizes.sparse_mla(spec, limits(32), "sm_90").workspace
-    for way in some:
-        assert attention_plan.workspace_bytes(spec, limits(32), cut(spec, limits(32), way)) <= asked
+
+
+@pytest.mark.parametrize("latent", [FP8, "latent.nvfp4.352"])
+@pytest.mark.parametrize("heads", [1, 12, 16, 17, 24, 40, 48, 90, 96, 128])
+def test_each_configuration_that_is_tried_is_what_a_plan_launches(latent: str, heads: int) -> None:
+    words = torch.zeros(8)
+    for topk in (1, 64, 130, 512, 1000, 2048, 4096):
+        spec = SparseMLASpec(num_heads=heads, latent=latent, topk=topk)
+        for rows in (1, 2, 3, 5, 8, 16, 24, 31, 32, 33, 48, 64, 100, 160, 192, 256, 320, 500, 1024):
+            asked = sizes.sparse_mla(spec, limits(rows), "sm_90")
+            tried = configurations(spec, limits(rows), "sm_90")
+            assert len({tuple(way.items()) for way in tried}) == len(tried)
+            for chosen in tried:
+                way = cut(spec, limits(rows), chosen)
+                assert way.configuration == chosen
+                counted = sparse_mla.words_of(spec, limits(rows), way, words)
+                assert (counted is words) is way.in_memory
+                if way.in_memory:
+                    counts = sizes.ATTENTION_LAUNCHES * attention_plan.counter_bytes(spec, limits(rows), way)
+                    assert attention_plan.workspace_bytes(spec, limits(rows), way) <= asked.workspace
+                    assert counts <= asked.persistent
 
 
 @pytest.fixture

@@ -222,19 +222,26 @@ def cut(spec: SparseMLASpec, limits: Limits, chosen: Mapping[str, int]) -> Way:
     return way
 
 
+def covers(spec: SparseMLASpec, limits: Limits, own: Way, way: Way) -> bool:
+    """Return whether a plan whose own choice is ``own`` asks for as much memory as another way needs.
+
+    Where it does not, parts that would meet in memory meet in clusters.
+    """
+    if not way.in_memory:
+        return True
+    kinds = (workspace_bytes, counter_bytes)
+    return own.in_memory and all(size(spec, limits, way) <= size(spec, limits, own) for size in kinds)
+
+
 def configurations(spec: SparseMLASpec, limits: Limits, arch: str) -> tuple[dict[str, int], ...]:
     """Return the ways of cutting that ``kimi-hal bench --tune`` tries beside the choice of ``cut``.
 
-    Those that meet in memory are among them as far as the plan asks for as much, which its own choice decides.
+    Those that meet in memory are among them as far as the plan asks for as much.
     """
-    found = ways(spec, limits)
-    most = TRIED * cost(spec, limits, found[0])
-    return tuple(
-        way.configuration
-        for way in found
-        if cost(spec, limits, way) <= most
-        and workspace_bytes(spec, limits, way) <= workspace_bytes(spec, limits, found[0])
-    )
+    own, *others = ways(spec, limits)
+    most = TRIED * cost(spec, limits, own)
+    tried = (way for way in others if cost(spec, limits, way) <= most and covers(spec, limits, own, way))
+    return tuple(way.configuration for way in (own, *tried))
 
 
 def decode_configurations(spec: DSASpec, limits: Limits, arch: str) -> tuple[dict[str, int], ...]:

@@ -71,7 +71,8 @@ class Held(NamedTuple):
             4 * spec.indexer.topk,
             kept,
         )
-        partials = sparse_mla(spec.attn, limits, "").workspace
+        way = attention_plan.cut(spec.attn, limits, {})
+        partials = attention_plan.workspace_bytes(spec.attn, limits, way)
         ends = accumulate(
             -(-size // 256) * 256 for size in (*(size * limits.max_rows for size in row), partials)
         )

@@ -14,10 +14,10 @@ from kimi_hal.dispatch.contract import BuildContext
 from kimi_hal.ops.sparse_mla import SparseMLASpec
 from kimi_hal.ops.spec import Limits
 from kimi_hal_nvidia import driver
-from kimi_hal_nvidia.attention_plan import Way, counter_bytes, cut, tiles, workspace_bytes
+from kimi_hal_nvidia.attention_plan import Way, counter_bytes, covers, cut, tiles, workspace_bytes
 from kimi_hal_nvidia.h200 import CLUSTERS, PROCESSORS
 from kimi_hal_nvidia.parameters import Parameters
-from kimi_hal_nvidia.sizes import ATTENTION_LAUNCHES, sparse_mla
+from kimi_hal_nvidia.sizes import ATTENTION_LAUNCHES
 from kimi_hal_nvidia.streams import device_index, on_device, raw_stream
 from kimi_hal_nvidia.tickets import Tickets
 
@@ -180,10 +180,9 @@ class Attention:
 
 
 def words_of(spec: SparseMLASpec, limits: Limits, way: Way, words: Any) -> Any:
-    """Return ``words`` if the plan has asked for as much as the way needs; else None, and parts meet in clusters."""
-    asked, counts = sparse_mla(spec, limits, ""), ATTENTION_LAUNCHES * counter_bytes(spec, limits, way)
-    fits = workspace_bytes(spec, limits, way) <= asked.workspace and counts <= asked.persistent
-    return words if way.in_memory and fits else None
+    """Return ``words`` if parts meet in memory and the plan has asked for enough of it; else None."""
+    fits = way.in_memory and covers(spec, limits, cut(spec, limits, {}), way)
+    return words if fits else None
 
 
 def build_sparse_mla(ctx: BuildContext) -> Callable[..., Any]:
