@@ -26,7 +26,7 @@ from kimi_hal_nvidia.adapters.flashinfer_claims import ATTENTION
 flashinfer_fakes.install()
 FP8 = {"latent": "latent.fp8.e4m3fn.tensor", "q_dtype": "float8_e4m3fn"}
 BF16 = {"latent": "latent.bf16"}
-RECORD = {"latent": "latent.flashmla.656"}
+RECORD = {"latent": "latent.flashmla.656", "page": 64}
 BUILDERS: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]] = {
     "flashinfer": (flashinfer.build_rows, flashinfer_sizes.rows, BF16),
     "flashinfer_fp8": (flashinfer.build_rows, flashinfer_sizes.rows, FP8),
@@ -41,8 +41,8 @@ ROWS, PAGES = 7, 6
 HELD = torch.full((1 << 28,), 0xFF, dtype=torch.uint8)
 
 
-def context(name: str, spec: SparseMLASpec) -> BuildContext:
-    limits = Limits(max_rows=ROWS, max_reqs=ROWS)
+def context(name: str, spec: SparseMLASpec, rows: int = ROWS) -> BuildContext:
+    limits = Limits(max_rows=rows, max_reqs=rows)
     (capability,) = CLAIMS[name].capabilities
     arch = capability.arch[0]
     return context_of("sparse_mla", spec, limits, BUILDERS[name][1](spec, limits, arch), capability, arch)
@@ -50,7 +50,7 @@ def context(name: str, spec: SparseMLASpec) -> BuildContext:
 
 def specified(name: str, **fields: Any) -> SparseMLASpec:
     held: dict[str, Any] = {"topk": 300, "page": 32, "softmax_scale": 0.03, "num_heads": 4}
-    return SparseMLASpec(**(held | BUILDERS[name][2] | fields))
+    return SparseMLASpec(**(held | fields | BUILDERS[name][2]))
 
 
 def cached(spec: SparseMLASpec, k_scale: Tensor | None, gap: int) -> Tensor:
@@ -160,9 +160,9 @@ def check_one_index_and_as_many_as_the_spec_has() -> None:
 
 
 def check_pages_of_any_length_where_they_are_claimed() -> None:
-    for name in ("flashinfer_records", "xqa", "xqa_fp8"):
+    for name in ("xqa", "xqa_fp8"):
         attended(name, page=24)
-        attended(name, page=7 if name == "flashinfer_records" else 1, index_space="slot", keys=10)
+        attended(name, page=1, index_space="slot", keys=10)
 
 
 def check_xqa_takes_pages_of_any_stride() -> None:
@@ -171,12 +171,35 @@ def check_xqa_takes_pages_of_any_stride() -> None:
         attended(name, gap=16, page=48)
 
 
+def check_a_lone_page_may_have_any_stride() -> None:
+    for name in BUILDERS:
+        spec = specified(name)
+        run = BUILDERS[name][0](context(name, spec))
+        q, cache, indices, *rest = operands(spec, 40)
+        first = cache[1:2]
+        indices = torch.where(indices >= 0, indices % spec.page, -1)
+        odd = first.as_strided(first.shape, (first.stride(0) + 1, 1))
+        found = [run(q, page, indices, *rest) for page in (first, odd)]
+        assert found[0][0].any()
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def check_pages_apart_are_refused_before_anything_is_launched() -> None:
     for name in ("flashinfer", "flashinfer_fp8", "flashinfer_records"):
         spec = specified(name)
         run = BUILDERS[name][0](context(name, spec))
         with pytest.raises(ContractError, match="cache"):
             run(*operands(spec, 20, gap=1152))
+
+
+def check_records_of_many_rows_go_some_at_a_time() -> None:
+    spec = specified("flashinfer_records", num_heads=2, topk=20)
+    run = flashinfer.build_records(context("flashinfer_records", spec, 19 * ROWS))
+    q, cache, indices, *_ = operands(spec, 20)
+    few, few_lse = run(q, cache, indices)
+    out, lse = run(q.repeat(19, 1, 1), cache, indices.repeat(19, 1))
+    assert torch.equal(out, few.repeat(19, 1, 1))
+    assert torch.equal(lse, few_lse.repeat(19, 1))
 
 
 def check_parts_of_a_call_are_those_of_one() -> None:

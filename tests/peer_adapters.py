@@ -240,6 +240,36 @@ def check_flashmla_of_vllm_takes_the_same() -> None:
         libraries.installed = kept
 
 
+def check_a_lone_page_may_have_any_stride() -> None:
+    for latent, row in (("latent.flashmla.656", 656), ("latent.bf16", 1152)):
+        spec = SparseMLASpec(num_heads=3, latent=latent, topk=300, page=16)
+        run = flashmla.build_sparse_mla(
+            context("sparse_mla", spec, Limits(max_rows=6, max_reqs=6), "flashmla")
+        )
+        page = torch.zeros(1, 16 * row, dtype=torch.uint8)
+        formats.latent(latent).write(
+            page, 16, torch.arange(16), torch.randn(16, 512), torch.randn(16, 64), None
+        )
+        q, indices = torch.randn(6, 3, 576).bfloat16(), torch.randint(0, 16, (6, 50), dtype=torch.int32)
+        found = [
+            run(q, page.as_strided(page.shape, (stride, 1)), indices) for stride in (16 * row, 16 * row + 1)
+        ]
+        assert found[0][0].any()
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    operands = list(index_operands(3, 1, 5))
+    spec, limits = IndexerSpec(index=FP8), Limits(max_rows=3, max_reqs=3, max_context=320)
+    run = deepgemm.build_indexer_logits(context("indexer_logits", spec, limits, "deepgemm", indexer_sizes))
+    operands[4] = operands[4] % 2  # page 1 is none
+    first = operands[3][:1]
+    operands[6][:] = 320
+    scored = []
+    for stride in (8448, 8449):
+        operands[3] = first.as_strided(first.shape, (stride, 1))
+        scored.append(run(*operands, out=torch.zeros(3, 320)))
+    assert (scored[0] != -torch.inf).any()
+    assert torch.equal(*scored)
+
+
 def check_no_rows_and_no_indices_are_legal() -> None:
     spec = SparseMLASpec(num_heads=3, latent="latent.bf16", topk=300)
     run = flashmla.build_sparse_mla(context("sparse_mla", spec, Limits(max_rows=6, max_reqs=6), "flashmla"))

@@ -22,7 +22,7 @@ from kimi_hal.dispatch.explain import Explanation
 from kimi_hal.ops.operator import get
 from kimi_hal.ops.sparse_mla import SparseMLASpec
 from kimi_hal.ops.spec import Limits
-from kimi_hal_nvidia.adapters import flashinfer, xqa
+from kimi_hal_nvidia.adapters import flashinfer, libraries, xqa
 from kimi_hal_nvidia.adapters.flashinfer_claims import ATTENTION
 
 pytest.importorskip("triton", reason="Triton is not installed: its CPU interpreter cannot run")
@@ -109,7 +109,10 @@ def test_what_is_beyond_the_library_is_refused_by_name() -> None:
     assert refusals("flashinfer_fp8", "sm_100", q_dtype="bfloat16") == [
         "q_dtype='bfloat16' is not 'float8_e4m3fn'"
     ]
-    assert refusals("flashinfer_records", "sm_120", q_dtype="float8_e4m3fn", out_dtype="float32") == [
+    assert refusals(
+        "flashinfer_records", "sm_120", page=32, q_dtype="float8_e4m3fn", out_dtype="float32"
+    ) == [
+        "page=32 is not 64",
         "q_dtype='float8_e4m3fn' is not covered, only its default 'bfloat16'",
         "out_dtype='float32' is not covered, only its default 'bfloat16'",
     ]
@@ -174,27 +177,27 @@ def library(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_a_library_without_the_function_is_told(library: ModuleType) -> None:
     with pytest.raises(ImportError, match=r"^flashinfer\.mla has no f: another version of the library$"):
-        flashinfer.function("f", ("query",))
+        libraries.function("flashinfer.mla", "f", ("query",))
 
 
 def test_a_function_with_other_arguments_is_told(library: ModuleType) -> None:
     library.f = lambda query, cache, more=None: query  # type: ignore[attr-defined]
-    assert flashinfer.function("f", ("query", "cache")) is library.f
+    assert libraries.function("flashinfer.mla", "f", ("query", "cache")) is library.f
     for given in (("query",), ("query", "cache", "base")):
         said = f"flashinfer.mla.f takes (query, cache, more), this adapter gives ({', '.join(given)}): another version"
         with pytest.raises(ImportError, match="^" + re.escape(said)):
-            flashinfer.function("f", given)
+            libraries.function("flashinfer.mla", "f", given)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("flashinfer") is not None, reason="FlashInfer is installed")
 def test_a_library_that_is_not_there_is_told() -> None:
     with pytest.raises(ImportError, match=r"^No module named 'flashinfer'$"):
-        flashinfer.function("f", ())
+        libraries.function("flashinfer.mla", "f", ())
 
 
 def test_each_adapter_gives_what_the_library_takes(library: ModuleType) -> None:
     for name in flashinfer_fakes.SIGNATURES:
         setattr(library, name, getattr(flashinfer_fakes, name))
-    assert flashinfer.function("trtllm_batch_decode_with_kv_cache_mla", flashinfer.TRTLLM)
-    assert flashinfer.function("trtllm_batch_decode_with_kv_cache_mla", flashinfer.RECORDS)
-    assert flashinfer.function("xqa_batch_decode_with_kv_cache_mla", xqa.GIVEN)
+    assert libraries.function("flashinfer.mla", "trtllm_batch_decode_with_kv_cache_mla", flashinfer.TRTLLM)
+    assert libraries.function("flashinfer.mla", "trtllm_batch_decode_with_kv_cache_mla", flashinfer.RECORDS)
+    assert libraries.function("flashinfer.mla", "xqa_batch_decode_with_kv_cache_mla", xqa.GIVEN)

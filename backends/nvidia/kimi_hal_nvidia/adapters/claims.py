@@ -8,11 +8,9 @@ from collections.abc import Mapping
 from kimi_hal.dispatch.contract import Capability, Implementation, Preference, Properties, TensorCap
 from kimi_hal.domain import Domain, OneOf, Range
 from kimi_hal.triton.claim_terms import DCP, ELEMENT, FLAG
+from kimi_hal_nvidia.adapters.claim_terms import ATTENTION, BEHIND, FLASHINFER
 from kimi_hal_nvidia.adapters.flashinfer_claims import ATTENTION as FLASHINFER_ATTENTION
 
-#: Behind everything of this backend's own: taken by name, or where a Spec admits what it rounds and nothing else fits
-#: or a table of measurements puts it first.
-BEHIND = (Preference(rank=-30),)
 HOPPER = ("sm_90",)
 #: Selections whose ties, NaN and signed zeros are not the contract's.
 ANY_TIE = Properties(capture="full", tie_rule="any")
@@ -24,7 +22,6 @@ PACKED = TensorCap(align=1, contiguous=("all",))
 DEEPGEMM = ({"deep-gemm": ">=2.8,<2.9"}, {"vllm": ">=0.33"})
 FLASHMLA = ({"sgl-flash-mla": ">=1.0", "triton": ">=3.6"}, {"vllm": ">=0.33", "triton": ">=3.6"})
 VLLM = ({"vllm": ">=0.33"},)
-FLASHINFER = ({"flashinfer-python": ">=0.7.4"},)
 
 KEYS: dict[str, Domain] = {
     "index": OneOf(("index.fp8.e4m3fn.f32.page64", "index.fp8.e4m3fn.pow2.page64")),
@@ -36,21 +33,14 @@ OPERANDS = {"q": WHOLE, "weights": WHOLE, "cache": TensorCap(align=16), "q_scale
 DECODE: dict[str, Domain] = {"rows_per_req": Range(1, 2)}
 PREFILL: dict[str, Domain] = {"rows_per_req": Range(3, 1 << 20), "max_reqs": Range(1, 64)}
 
-ATTENTION: dict[str, Domain] = {
-    **DCP,
-    "num_heads": Range(1, 128),
-    "topk": Range(1, 1 << 16),
-    "softmax_scale": Range(2.0**-12, 16),
-    "index_space": OneOf(("slot", "position", "local")),
-    "has_index_len": FLAG,
-}
-RECORD: dict[str, Domain] = ATTENTION | {
+FLASHMLA_SPEC: dict[str, Domain] = ATTENTION | {"topk": Range(1, 1 << 16)}
+RECORD: dict[str, Domain] = FLASHMLA_SPEC | {
     "return_lse": FLAG,
     "latent": OneOf(("latent.flashmla.656",)),
     "page": Range(16, 4096, multiple=16),
 }
 #: Its prefill's LSE has an error of some 10^-6, more than float32's: not claimed.
-ROWS: dict[str, Domain] = ATTENTION | {
+ROWS: dict[str, Domain] = FLASHMLA_SPEC | {
     "return_lse": OneOf((False,)),
     "latent": OneOf(("latent.bf16",)),
     "page": Range(1, 1 << 20),
@@ -97,7 +87,7 @@ ADAPTERS = (
         ),
         preferences=BEHIND,
         numerics=("logits=fp8_sum",),
-        source=_source("deepgemm", "keys", "placed", "sizes"),
+        source=_source("deepgemm", "keys", "pages", "placed", "sizes"),
     ),
     Implementation(
         operator="topk_select",
@@ -127,7 +117,7 @@ ADAPTERS = (
                 tensors={"scores": PACKED},
                 properties=ANY_TIE,
             ),
-            FLASHINFER,
+            (FLASHINFER,),
         ),
         preferences=(Preference(rank=-31),),
         source=_source("topk", "keys"),
@@ -152,7 +142,7 @@ ADAPTERS = (
         ),
         preferences=BEHIND,
         numerics=("attn.k=bf16", "attn.p=bf16"),
-        source=_source("flashmla", "slots"),
+        source=_source("flashmla", "pages", "slots"),
     ),
     *FLASHINFER_ATTENTION,
 )

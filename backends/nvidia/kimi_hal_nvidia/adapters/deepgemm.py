@@ -17,6 +17,7 @@ from torch import Tensor
 from kimi_hal.dispatch.contract import BuildContext
 from kimi_hal.ops.indexer import logits_width
 from kimi_hal_nvidia.adapters import keys, libraries, placed
+from kimi_hal_nvidia.adapters.pages import with_stride
 from kimi_hal_nvidia.adapters.sizes import ELEMENTS, SCALES, TOGETHER, prefill
 from kimi_hal_nvidia.streams import on_device
 
@@ -211,6 +212,7 @@ def build_indexer_logits(ctx: BuildContext) -> Callable[..., Any]:
             out = q.new_empty((q.shape[0], width), dtype=torch.float32)
         room = min(out.shape[1], block_table.shape[1] * PAGE)
         if q.shape[0] and room and block_table.shape[0] and cache.shape[0]:
+            cache = with_stride(cache)
             found = score(q, weights, cache, block_table, row_req, row_len, step, workspace, room)
             placed.place(
                 found.scores, found.counts, found.table, found.line, found.each, cache.shape[0], out, room

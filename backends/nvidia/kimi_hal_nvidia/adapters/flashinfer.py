@@ -9,10 +9,8 @@ Not run: no such device was here. What it does is read off FlashInfer's source.
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,9 +18,10 @@ from torch import Tensor
 
 from kimi_hal.dispatch.contract import BuildContext
 from kimi_hal.ops.sparse_mla import SparseMLASpec
-from kimi_hal_nvidia.adapters import flashinfer_calls, flashinfer_sizes
+from kimi_hal_nvidia.adapters import flashinfer_calls, flashinfer_sizes, libraries
 from kimi_hal_nvidia.adapters.flashinfer_calls import Operands, padded
 
+MODULE = "flashinfer.mla"
 #: What either path is given, by name.
 COMMON = (
     *("query", "kv_cache", "workspace_buffer", "qk_nope_head_dim", "kv_lora_rank", "qk_rope_head_dim"),
@@ -39,25 +38,6 @@ SHOWN = 32
 NONE = -1e29
 
 
-def function(name: str, given: Sequence[str]) -> Callable[..., Any]:
-    """Return a function of ``flashinfer.mla`` that takes these arguments by name and needs no other.
-
-    Raises:
-        ImportError: FlashInfer or the function is missing, or it takes other arguments.
-    """
-    found = getattr(importlib.import_module("flashinfer.mla"), name, None)
-    if found is None:
-        raise ImportError(f"flashinfer.mla has no {name}: another version of the library")
-    taken = inspect.signature(found).parameters
-    needed = {n for n, p in taken.items() if p.default is inspect.Parameter.empty}
-    if not (needed <= set(given) <= set(taken)):
-        raise ImportError(
-            f"flashinfer.mla.{name} takes ({', '.join(taken)}), this adapter gives ({', '.join(given)}): "
-            "another version of the library"
-        )
-    return found  # type: ignore[no-any-return]
-
-
 def scales(spec: SparseMLASpec, given: Operands) -> tuple[Any, Any]:
     """Return the factors of logits and of outputs, on the device where the operands' are."""
     if given.k_scale is None:
@@ -70,7 +50,7 @@ class Rows:
 
     def __init__(self, spec: SparseMLASpec) -> None:
         self.spec = spec
-        self.attend = function("trtllm_batch_decode_with_kv_cache_mla", TRTLLM)
+        self.attend = libraries.function(MODULE, "trtllm_batch_decode_with_kv_cache_mla", TRTLLM)
         self.heads = flashinfer_sizes.trtllm_heads(spec.num_heads)
 
     def __call__(self, given: Operands, workspace: Tensor) -> tuple[Tensor, Any]:
@@ -111,7 +91,7 @@ class Records:
 
     def __init__(self, spec: SparseMLASpec) -> None:
         self.spec = spec
-        self.attend = function("trtllm_batch_decode_with_kv_cache_mla", RECORDS)
+        self.attend = libraries.function(MODULE, "trtllm_batch_decode_with_kv_cache_mla", RECORDS)
 
     def __call__(self, given: Operands, workspace: Tensor) -> tuple[Tensor, Any]:
         """Attend; a row that no logit reached has LSE −inf."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kimi_hal.dispatch.contract import BuildContext
 from kimi_hal_nvidia.adapters import compacted, slots
+from kimi_hal_nvidia.adapters.pages import with_stride
 from kimi_hal_nvidia.streams import on_device
 
 #: Indices of a row come in whole numbers of these; what is read of them at a time divides it.
@@ -103,6 +104,7 @@ def built(ctx: BuildContext, attend: Attend, together: int) -> Callable[..., Any
             return out, lse_out
         if not cache.shape[0]:
             return out.zero_(), lse_out.fill_(-math.inf)
+        cache = with_stride(cache)
         if workspace is None:
             workspace = q.new_empty(size, dtype=torch.uint8)
         units = (spec.page, 1)

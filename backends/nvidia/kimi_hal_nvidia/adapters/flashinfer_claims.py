@@ -5,31 +5,26 @@ None was run, so none promises anything: not that its bits are the same again, n
 
 from __future__ import annotations
 
-from kimi_hal.dispatch.contract import Capability, Implementation, Preference, TensorCap
+from kimi_hal.dispatch.contract import Capability, Implementation, TensorCap
 from kimi_hal.domain import Domain, OneOf, Range
-from kimi_hal.triton.claim_terms import DCP, FLAG
+from kimi_hal.triton.claim_terms import FLAG
+from kimi_hal_nvidia.adapters import claim_terms
+from kimi_hal_nvidia.adapters.claim_terms import BEHIND, FLASHINFER
 
-REQUIRES = {"flashinfer-python": ">=0.7.4", "triton": ">=3.6"}
-BEHIND = (Preference(rank=-30),)
+REQUIRES = FLASHINFER | {"triton": ">=3.6"}
 #: FlashInfer's names of what they are compiled for: sm_100a and sm_103a, and every sm_12x.
 DATACENTER, WORKSTATION = ("sm_100", "sm_103"), ("sm_120", "sm_121")
 NOT_RUN = "no such device was here"
 
-SPEC: dict[str, Domain] = {
-    **DCP,
-    "num_heads": Range(1, 128),
-    "topk": Range(1, 4096),
-    "softmax_scale": Range(2.0**-12, 16),
-    "index_space": OneOf(("slot", "position", "local")),
-    "has_index_len": FLAG,
-}
+SPEC: dict[str, Domain] = claim_terms.ATTENTION | {"topk": Range(1, 4096)}
 BFLOAT16: dict[str, Domain] = SPEC | {"latent": OneOf(("latent.bf16",))}
 #: The queries' format is the cache's.
 FP8: dict[str, Domain] = SPEC | {
     "latent": OneOf(("latent.fp8.e4m3fn.tensor",)),
     "q_dtype": OneOf(("float8_e4m3fn",)),
 }
-RECORD: dict[str, Domain] = SPEC | {"latent": OneOf(("latent.flashmla.656",)), "page": Range(1, 1 << 20)}
+#: The sm_120 kernels for few rows, the only ones that are called, are for pages of 64 tokens.
+RECORD: dict[str, Domain] = SPEC | {"latent": OneOf(("latent.flashmla.656",)), "page": OneOf((64,))}
 #: TRT-LLM's kernels are shown pages of 32 tokens, and step from row to row of the whole cache by one stride.
 ROWS: dict[str, Domain] = {"return_lse": FLAG, "page": Range(32, 1 << 20, multiple=32)}
 #: XQA returns no LSE.
@@ -38,7 +33,7 @@ PACKED, STRIDED = TensorCap(align=16, contiguous=("all",)), TensorCap(align=16)
 
 
 def _source(*modules: str) -> tuple[str, ...]:
-    common = ("flashinfer_calls", "flashinfer_sizes", "compacted", "slots")
+    common = ("compacted", "flashinfer_calls", "flashinfer_sizes", "libraries", "pages", "slots")
     return tuple(f"kimi_hal_nvidia/adapters/{name}.py" for name in (*modules, *common))
 
 

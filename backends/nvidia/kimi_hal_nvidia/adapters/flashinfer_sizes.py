@@ -12,17 +12,18 @@ from kimi_hal.dispatch.contract import Sizes
 from kimi_hal.ops.sparse_mla import SparseMLASpec
 from kimi_hal.ops.spec import Limits
 
-#: Rows of a call that go to a library at a time.
-TRTLLM_ROWS, RECORD_ROWS, XQA_ROWS = 256, 4096, 64
+#: Rows of a call that go to a library at a time. More than 64 the sm_120 kernels leave to others, of prefills, which
+#: are compiled for some numbers of heads and indices, and of which hangs were reported.
+TRTLLM_ROWS, RECORD_ROWS, XQA_ROWS = 256, 64, 64
 #: TRT-LLM's kernels: counters of the blocks that share a row, 4 bytes for each row and head of a part.
 COUNTERS = 4 * TRTLLM_ROWS * 128
 #: What those blocks leave to each other: a launch fills the device once, 128 queries of 512 numbers a block at most.
 PARTS = 128 << 20
 #: With an LSE, 256 places of 8 bytes for each row and head, and a guard behind them.
 PLACES, GUARD = 256 * 8, 1 << 20
-#: The sm_120 kernels split the keys of a few rows by 64, at most; a part leaves 512 bfloat16 and its LSE for each of
-#: whole sixteens of heads. More rows are not split.
-FEW, SPLIT, PART, TILE = 64, 64, 512 * 2 + 4, 16
+#: The sm_120 kernels split a row's keys by 64, at most; a part leaves 512 bfloat16 and its LSE for each of whole
+#: sixteens of heads.
+SPLIT, PART, TILE = 64, 512 * 2 + 4, 16
 #: More than aligning what they cut off takes.
 ALIGNED = 1024
 #: XQA: where its marks are kept, those of a part's rows, and what two blocks exchange for each row.
@@ -56,9 +57,9 @@ def rows(spec: SparseMLASpec, limits: Limits, arch: str) -> Sizes:
 def records(spec: SparseMLASpec, limits: Limits, arch: str) -> Sizes:
     """Return the sizes of a plan of the sm_120 kernels."""
     heads = -(-spec.num_heads // TILE) * TILE
-    parts = min(limits.max_rows, FEW) * heads * (_padded(spec.topk) // SPLIT) * PART
-    sums = 4 * min(limits.max_rows, RECORD_ROWS) * heads
-    return Sizes(workspace=_whole(parts + sums) + ALIGNED)
+    parts = heads * (_padded(spec.topk) // SPLIT) * PART
+    sums = 4 * heads
+    return Sizes(workspace=_whole(min(limits.max_rows, RECORD_ROWS) * (parts + sums)) + ALIGNED)
 
 
 def pages(spec: SparseMLASpec, limits: Limits, arch: str) -> Sizes:

@@ -17,6 +17,7 @@ from torch import Tensor
 from kimi_hal.dispatch.contract import BuildContext
 from kimi_hal.ops.sparse_mla import SparseMLASpec
 from kimi_hal_nvidia.adapters import libraries, slots
+from kimi_hal_nvidia.adapters.pages import with_stride
 from kimi_hal_nvidia.streams import on_device
 
 #: What the kernels are given, in this order; what either build takes besides has defaults or is ``NONE``.
@@ -141,6 +142,7 @@ def build_sparse_mla(ctx: BuildContext) -> Callable[..., Any]:
         if lse_out is None:
             lse_out = q.new_empty((rows, lse_width), dtype=torch.float32)
         if rows:
+            cache = with_stride(cache)
             units = attend.units(cache)
             index = slots.turn(spec, indices, index_len, block_table, row_req, cache.shape[0], INDICES, units)
             found, lse = attend(q, cache, index)

@@ -1,4 +1,4 @@
-"""Where another library's compiled operators are, and whether they take the arguments that an adapter gives.
+"""Where another library's operators and functions are, and whether they take the arguments that an adapter gives.
 
 Nothing is imported that is an engine: vLLM's extensions are loaded from its folder. What is missing raises ImportError,
 which planning turns into the reason why another implementation was taken, or into an error that names the library.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -76,6 +77,25 @@ def operator(namespace: str, name: str, arguments: Sequence[str]) -> Callable[..
             f"({', '.join(arguments)}): another version of the library"
         )
     return overload  # type: ignore[no-any-return]
+
+
+def function(module: str, name: str, given: Sequence[str]) -> Callable[..., Any]:
+    """Return a function of a Python module that takes these arguments by name and needs no other.
+
+    Raises:
+        ImportError: the module or the function is missing, or it takes other arguments.
+    """
+    found = getattr(importlib.import_module(module), name, None)
+    if found is None:
+        raise ImportError(f"{module} has no {name}: another version of the library")
+    taken = inspect.signature(found).parameters
+    needed = {n for n, p in taken.items() if p.default is inspect.Parameter.empty}
+    if not (needed <= set(given) <= set(taken)):
+        raise ImportError(
+            f"{module}.{name} takes ({', '.join(taken)}), this adapter gives ({', '.join(given)}): "
+            "another version of the library"
+        )
+    return found  # type: ignore[no-any-return]
 
 
 def deepgemm() -> ModuleType:

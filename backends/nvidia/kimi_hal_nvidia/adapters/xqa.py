@@ -18,8 +18,8 @@ from torch import Tensor
 from kimi_hal import formats
 from kimi_hal.dispatch.contract import BuildContext
 from kimi_hal.ops.sparse_mla import SparseMLASpec
-from kimi_hal_nvidia.adapters import flashinfer_calls, flashinfer_sizes, gathered
-from kimi_hal_nvidia.adapters.flashinfer import NOPE, RANK, SHARED, function
+from kimi_hal_nvidia.adapters import flashinfer_calls, flashinfer_sizes, gathered, libraries
+from kimi_hal_nvidia.adapters.flashinfer import MODULE, NOPE, RANK, SHARED
 from kimi_hal_nvidia.adapters.flashinfer_calls import Operands, padded
 
 GIVEN = (
@@ -35,7 +35,7 @@ class Pages:
 
     def __init__(self, spec: SparseMLASpec) -> None:
         self.spec = spec
-        self.attend = function("xqa_batch_decode_with_kv_cache_mla", GIVEN)
+        self.attend = libraries.function(MODULE, "xqa_batch_decode_with_kv_cache_mla", GIVEN)
         self.row_bytes = formats.latent(spec.latent).row_bytes
 
     def __call__(self, given: Operands, workspace: Tensor) -> tuple[Tensor, Any]:
