@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,31 @@ def test_without_a_compiler_the_build_says_what_to_install(monkeypatch: pytest.M
     assert left.value.code == (
         "nvcc is not on the path: install the CUDA toolkit 13.0, or name its nvcc by NVCC=…"
     )
+
+
+def test_a_source_that_is_not_there_is_told_before_anything_is_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["build", "merge_states", "merge"])
+    with pytest.raises(SystemExit) as left:
+        build.main()
+    assert str(left.value.code).startswith("there is no merge: the sources are topk_short, ")
+
+
+def test_a_source_that_is_named_is_compiled_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    before = cubins.manifest()
+    (tmp_path / "manifest.json").write_text(json.dumps(before))
+    monkeypatch.setattr(sys, "argv", ["build", "merge_states"])
+    monkeypatch.setattr(cubins, "KEPT", tmp_path)
+    monkeypatch.setattr(cubins, "MANIFEST", tmp_path / "manifest.json")
+    monkeypatch.setattr(build, "compiler", lambda: "nvcc")
+    monkeypatch.setattr(build, "version", lambda nvcc: "1.2.3")
+    monkeypatch.setattr(build, "compile_one", lambda nvcc, stem, target, out: out.write_text(stem + target))
+    build.main()
+    after = cubins.manifest()
+    assert list(after) == list(before)
+    changed = [name for name in after if after[name] != before[name]]
+    assert changed == [f"merge_states.{target}.cubin" for target in cubins.TARGETS.values()]
 
 
 LAYOUTS = """

@@ -1,7 +1,7 @@
-"""``python -m kimi_hal_nvidia.build``: compile the CUDA sources to the cubins that the package keeps.
+"""``python -m kimi_hal_nvidia.build [SOURCE…]``: compile the CUDA sources to the cubins that the package keeps.
 
-Needs nvcc 13.0 on the path, as the kept ones were made with; ``NVCC`` names another one. The same compiler gives the
-same bytes.
+Sources that are named, without ``.cu``, are compiled alone. Needs nvcc 13.0 on the path, as the kept ones were made
+with; ``NVCC`` names another one. The same compiler gives the same bytes.
 """
 
 from __future__ import annotations
@@ -42,11 +42,16 @@ def compile_one(nvcc: str, stem: str, target: str, out: Path) -> None:
 
 
 def main() -> None:
-    """Compile everything and write the manifest."""
+    """Compile the sources that are named, else everything, and write the manifest."""
+    named = sys.argv[1:]
+    if unknown := [stem for stem in named if stem not in cubins.STEMS]:
+        sys.exit(f"there is no {', '.join(unknown)}: the sources are {', '.join(cubins.STEMS)}")
     nvcc = compiler()
-    made: dict[str, dict[str, str]] = {}
+    made = cubins.manifest() if named else {}
     cubins.KEPT.mkdir(exist_ok=True)
     for stem, arch in cubins.kept():
+        if named and stem not in named:
+            continue
         path = cubins.KEPT / cubins.file_name(stem, arch)
         compile_one(nvcc, stem, cubins.TARGETS[arch], path)
         made[path.name] = {

@@ -6,8 +6,8 @@ from kimi_hal.dispatch.contract import Capability, Implementation
 from kimi_hal.domain import Domain
 from kimi_hal.triton.claim_terms import DCP, ELEMENT, ROW
 from kimi_hal_nvidia import indexer_claims, sparse_mla_claims
-from kimi_hal_nvidia.indexer_claims import PAGES, PASSED, REQUIRES
-from kimi_hal_nvidia.sparse_mla_claims import RUN
+from kimi_hal_nvidia.claim_terms import REQUIRES, RUN
+from kimi_hal_nvidia.indexer_claims import PAGES
 
 #: Parts by their field of the Spec, and what each covers.
 PARTS = {
@@ -35,7 +35,7 @@ DECODE = tuple(
         name=name,
         build="kimi_hal_nvidia.decode:build_dsa_decode",
         capabilities=(Capability(arch=arch, spec=SPEC, tensors=OPERANDS, properties=ROW, requires=REQUIRES),),
-        preferences=PASSED,
+        preferences=preferences,
         size="kimi_hal_nvidia.sizes:dsa_decode",
         execution=(execution,),
         source=(
@@ -48,5 +48,5 @@ DECODE = tuple(
         compile="kimi_hal_nvidia.decode_kernels:dsa_decode",
         configurations="kimi_hal_nvidia.attention_plan:decode_configurations",
     )
-    for name, (arch, execution) in RUN.items()
+    for name, (arch, execution, preferences) in RUN.items()
 )

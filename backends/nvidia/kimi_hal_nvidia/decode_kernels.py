@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from kimi_hal.dispatch.contract import Instruction, Kernel, Target
+from kimi_hal_nvidia import sparse_mla_kernels
 from kimi_hal_nvidia.compiling import described
-from kimi_hal_nvidia.indexer_kernels import SPILLED
+from kimi_hal_nvidia.indexer_kernels import HEADS, SPILLED
 from kimi_hal_nvidia.quantize_query import KERNELS as QUANTIZED
 from kimi_hal_nvidia.quantize_query import STEM
-from kimi_hal_nvidia.scores import RINGS
+from kimi_hal_nvidia.scores import KINDS, RINGS
 from kimi_hal_nvidia.sparse_mla import KERNELS as ATTENDED
 from kimi_hal_nvidia.topk import FORMS
 
@@ -22,21 +23,22 @@ def dsa_decode(target: Target) -> tuple[Kernel, ...]:
         *(
             described(
                 f"index_scores_{element}",
-                f"{element}_{ring.heads}x{ring.rows}",
+                ring.kernel(element, kind),
                 target,
                 [WAITS, LETS],
                 spilled=SPILLED,
             )
             for element in ("fp8", "fp4")
             for ring in RINGS
-            if ring.heads == 32
+            for kind in KINDS
+            if ring.heads == HEADS
         ),
         *(
             described(stem, f"{what}_float32", target, [WAITS, LETS], spilled=SPILLED)
             for what, (stem, *_) in FORMS.items()
         ),
         *(
-            described("sparse_mla", name, target, [WAITS], spilled=SPILLED)
+            described("sparse_mla", name, target, [WAITS], spilled=sparse_mla_kernels.SPILLED)
             for forms in ATTENDED.values()
             for name, _ in forms.values()
         ),

@@ -5,16 +5,8 @@ from __future__ import annotations
 from kimi_hal.dispatch.contract import Capability, Implementation, Preference, TensorCap
 from kimi_hal.domain import Domain, OneOf, Range
 from kimi_hal.triton.claim_terms import DCP, ELEMENT, FLAG, FLOAT, ROW
+from kimi_hal_nvidia.claim_terms import REQUIRES, RUN
 
-#: Behind the portable kernels, until the suite has passed on the device: never taken by ``auto``.
-BY_NAME = (Preference(rank=-20, measured="the suite has not passed yet"),)
-#: The suite has passed; a table of measurements says where the portable kernels are faster.
-PASSED = (
-    Preference(
-        rank=0,
-        measured="benchmarks/results/h200/summary.json; benchmarks/results/h200_conformance_nvidia.json",
-    ),
-)
 #: From so many rows of a request on it is the fastest of those that round so, be the context as short as it may. With
 #: fewer it multiplies more than there is, which pays where there are many requests or keys: tables of measurements say.
 MANY = {"rows_per_req": Range(24, 1 << 20)}
@@ -26,8 +18,6 @@ SUMMED = (
         measured="benchmarks/results/h200/fp8_sum.json; benchmarks/results/h200_conformance_nvidia.json",
     ),
 )
-#: Compiled code of CUDA 13 needs its driver.
-REQUIRES = {"nvidia-driver": ">=580"}
 #: Pages are copied as they are, in pieces of 16 bytes.
 PAGES = TensorCap(align=16)
 #: Page orders in which a key's bytes stand together.
@@ -96,7 +86,8 @@ SOURCE = tuple(
 )
 
 
-def _implementation(operator: str, name: str, arch: tuple[str, ...], execution: str) -> Implementation:
+def _implementation(operator: str, name: str) -> Implementation:
+    arch, execution, preferences = RUN[name]
     return Implementation(
         operator=operator,
         name=name,
@@ -110,7 +101,7 @@ def _implementation(operator: str, name: str, arch: tuple[str, ...], execution: 
                 requires=REQUIRES,
             ),
         ),
-        preferences=PASSED if execution == "native" else BY_NAME,
+        preferences=preferences,
         size=f"kimi_hal_nvidia.sizes:{operator}" if operator in SCORING else None,
         execution=(execution,),
         source=SOURCE,
@@ -141,12 +132,7 @@ def _summed(operator: str) -> Implementation:
     )
 
 
-#: Blackwell's code is looked at and never run: nothing can plan it.
 INDEXER = (
     *(_summed(operator) for operator in SCORING),
-    *(_implementation(operator, "cuda", ("sm_90",), "native") for operator in SPECS),
-    *(
-        _implementation(operator, "cuda_blackwell", ("sm_100", "sm_103"), "compile_only")
-        for operator in SPECS
-    ),
+    *(_implementation(operator, name) for name in RUN for operator in SPECS),
 )

@@ -19,7 +19,8 @@ TO_FP8 = Instruction(r"F2FP\.SATFINITE\.E4M3", "FP8 codes are made by instructio
 CONVERTED = Instruction(r"F2FP\.F16\.E4M3", "FP8 keys are converted by instruction")
 #: Heads of the model's indexer.
 HEADS = 32
-#: Bytes a thread that registers do not suffice for, at most: 512 threads three to a multiprocessor have 40 each.
+#: Bytes a thread that registers do not suffice for, at most: MXFP4 scores on Blackwell, where a warp multiplies. On
+#: Hopper they suffice.
 SPILLED = 128
 
 
@@ -96,12 +97,12 @@ def indexer_logits_by_sums(target: Target) -> tuple[Kernel, ...]:
 
 
 def indexer_topk(target: Target) -> tuple[Kernel, ...]:
-    """Return what it launches for few rows of FP8 keys; the others are those of its two parts."""
+    """Return what it launches for FP8 keys of long contexts, of a row each; the others are those of its two parts."""
     launched = ("fp8-32x1", "wide-float32")
     return tuple(k for k in (*indexer_logits(target), *topk_select(target)) if k.name in launched)
 
 
 def indexer_topk_by_sums(target: Target) -> tuple[Kernel, ...]:
-    """Return what it launches for many rows; the others are those of its two parts."""
+    """Return what it launches for many rows of long contexts; the others are those of its two parts."""
     launched = (f"{sums.kernel_name(HEADS, 'float32').replace('_', '-')}", "many-float32")
     return tuple(k for k in (*indexer_logits_by_sums(target), *topk_select(target)) if k.name in launched)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kimi_hal.dispatch.contract import Capability, Implementation, Preference, TensorCap
 from kimi_hal.domain import Domain, OneOf, Range
 from kimi_hal.triton.claim_terms import DCP, ELEMENT, FLAG, ROW
-from kimi_hal_nvidia.indexer_claims import PASSED, REQUIRES
+from kimi_hal_nvidia.claim_terms import COMPILED, REQUIRES, RUN
 
 #: Cache rows are copied 16 bytes at a time.
 OPERANDS = {"q": ELEMENT, "cache": TensorCap(align=16), "indices": ELEMENT}
@@ -38,11 +38,9 @@ def _source(*own: str) -> tuple[str, ...]:
     )
 
 
-#: Architectures and how their code runs. Blackwell's is looked at and never run: nothing can plan it.
-RUN = {"cuda": (("sm_90",), "native"), "cuda_blackwell": (("sm_100", "sm_103"), "compile_only")}
-
-#: It is the faster one of few rows alone, as a table of measurements says; without a line the portable one goes before.
-BEHIND = (Preference(rank=-15, measured="benchmarks/results/h200/tuning.json"),)
+#: Of the merge that ran: the faster one of few rows alone, as a table of measurements says; without a line the portable
+#: one goes before.
+FEW_ROWS = (Preference(rank=-15, measured="benchmarks/results/h200/tuning.json"),)
 
 SPARSE_MLA = tuple(
     Implementation(
@@ -50,7 +48,7 @@ SPARSE_MLA = tuple(
         name=name,
         build="kimi_hal_nvidia.sparse_mla:build_sparse_mla",
         capabilities=(Capability(arch=arch, spec=SPEC, tensors=OPERANDS, properties=ROW, requires=REQUIRES),),
-        preferences=PASSED,
+        preferences=preferences,
         size="kimi_hal_nvidia.sizes:sparse_mla",
         execution=(execution,),
         source=_source(
@@ -59,7 +57,7 @@ SPARSE_MLA = tuple(
         compile="kimi_hal_nvidia.sparse_mla_kernels:sparse_mla",
         configurations="kimi_hal_nvidia.attention_plan:configurations",
     )
-    for name, (arch, execution) in RUN.items()
+    for name, (arch, execution, preferences) in RUN.items()
 )
 MERGE = tuple(
     Implementation(
@@ -67,10 +65,10 @@ MERGE = tuple(
         name=name,
         build="kimi_hal_nvidia.merge_states:build_merge_attn_states",
         capabilities=(Capability(arch=arch, spec=MERGED, tensors=PARTS, properties=ROW, requires=REQUIRES),),
-        preferences=BEHIND,
+        preferences=FEW_ROWS if execution == "native" else COMPILED,
         execution=(execution,),
         source=_source("cubins/merge_states*", "merge_states.py"),
         compile="kimi_hal_nvidia.sparse_mla_kernels:merge_attn_states",
     )
-    for name, (arch, execution) in RUN.items()
+    for name, (arch, execution, _) in RUN.items()
 )

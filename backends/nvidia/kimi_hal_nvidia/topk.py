@@ -37,8 +37,6 @@ CLUSTERS = ("team", "large_team", "wide")
 SHORT, MIDDLE, WHOLE = 8192, 16384, 32768
 #: Blocks of a cluster at most, and columns that a block has at least where there are several.
 CLUSTER, COLUMNS = 16, 16384
-#: Rows from which each multiprocessor has several of its own.
-MANY_ROWS = 133
 #: Blocks at most where clusters are large, which few places on the chip suit, and of teams, which could be fewer.
 MANY_LARGE, TEAMS = 64, 80
 
@@ -70,7 +68,7 @@ def way_of(rows: int, width: int, columns: int) -> tuple[str, int]:
         return team
     if columns <= WHOLE:
         return "whole", 1
-    return ("wide", blocks_of(rows, width)) if rows < MANY_ROWS else ("many", 1)
+    return ("wide", blocks_of(rows, width)) if rows <= PROCESSORS else ("many", 1)
 
 
 def form(spec: TopKSpec | IndexerTopKSpec, scores: str) -> str:

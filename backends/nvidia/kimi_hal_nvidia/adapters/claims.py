@@ -53,7 +53,8 @@ def _either(base: Capability, libraries: tuple[Mapping[str, str], ...]) -> tuple
 
 
 def _source(*modules: str) -> tuple[str, ...]:
-    return tuple(f"kimi_hal_nvidia/adapters/{name}.py" for name in (*modules, "libraries"))
+    adapters = (f"kimi_hal_nvidia/adapters/{name}.py" for name in (*modules, "libraries"))
+    return (*adapters, "kimi_hal_nvidia/streams.py")
 
 
 ADAPTERS = (

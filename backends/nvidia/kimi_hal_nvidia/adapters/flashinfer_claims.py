@@ -34,7 +34,8 @@ PACKED, STRIDED = TensorCap(align=16, contiguous=("all",)), TensorCap(align=16)
 
 def _source(*modules: str) -> tuple[str, ...]:
     common = ("compacted", "flashinfer_calls", "flashinfer_sizes", "libraries", "pages", "slots")
-    return tuple(f"kimi_hal_nvidia/adapters/{name}.py" for name in (*modules, *common))
+    adapters = (f"kimi_hal_nvidia/adapters/{name}.py" for name in (*modules, *common))
+    return (*adapters, "kimi_hal_nvidia/streams.py")
 
 
 def _attention(

@@ -4,7 +4,7 @@
 // the bits are the same. Not of blocks of one warpgroup. Included by sparse_mla.cu, whose names it uses.
 #pragma once
 
-// Where an item's parts are left.
+// An item's parts in memory.
 template <typename S>
 struct Partials {
   static constexpr int BYTES = S::HEADS * (LATENT * 4 + 64), FOURS = BYTES / 16, SUMS = S::HEADS * LATENT * 4;

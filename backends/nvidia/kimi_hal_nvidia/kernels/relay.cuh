@@ -447,7 +447,7 @@ __device__ __forceinline__ void add_items(Room<S>& room, const Attention& a, con
   }
 }
 
-// Of all who compute: this block's part is left. If that was the last one of its item, add all and write the outputs.
+// Of all who compute: this block's part is in memory. If that was the last one of its item, add all and write the outputs.
 template <typename S>
 __device__ __forceinline__ void add_relayed(Room<S>& room, const Attention& a, const Item<S>& item) {
   Partials<S> partials(a, item);

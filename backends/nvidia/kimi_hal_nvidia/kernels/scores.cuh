@@ -239,8 +239,8 @@ struct Scorer {
     return Unit{row, number - before, p.table[m.until[row].y * p.table_row + number - before]};
   }
 
-  // The share of this block of threads of up to 128 rows' pages. With tickets, an eighth is dealt out to those who are
-  // early: multiprocessors are not equally near to memory.
+  // The share of this block of threads of up to MOST_ROWS rows' pages. With tickets, one page of REST is dealt out to
+  // those who are early: multiprocessors are not equally near to memory.
   __device__ __forceinline__ void copy_some() const {
     int request, thread = threadIdx.x % 128, fourth = warp() % 4, before = 0, total = 0;
     Said said = said_of(p, thread);

@@ -40,9 +40,9 @@ struct Attention {
   Divisor blocks;  // of a row's heads
   Divisor cuts;    // of an item: its parts
   int share, longer;  // parts that a block takes, where they meet in memory, and blocks that have one more
+  float softmax_scale;
 
   __device__ __forceinline__ bool clustered() const { return parts > 1 && !partials; }
-  float softmax_scale;
 };
 
 enum Space { SLOT, POSITION, LOCAL };
@@ -50,7 +50,7 @@ enum Space { SLOT, POSITION, LOCAL };
 constexpr int KEYS = 64;  // of a tile
 constexpr int MOST_PARTS = 16;  // of a row: blocks of a cluster
 constexpr int MOST_RELAYED = 8;  // of many heads
-constexpr int MOST_PARTIALS = 8;  // that meet in memory
+constexpr int MOST_PARTIALS = 8;  // of a row, where they meet in memory
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 // Exponentials beside the reference are at most e^SLACK, 2^4, and the largest so far is at least 1: float16 holds what
 // counts of them. Sums are of float32, and the reference is a logit: one key's LSE is that logit to the bit.
@@ -376,8 +376,8 @@ __device__ __forceinline__ void put_query(unsigned char (&q)[BLOCKS][SIZE], floa
   }
 }
 
-// Put the block's queries into shared memory. A warp takes one head after the other, which is little code: at a kernel's start code comes from afar. The next head's
-// numbers are on their way meanwhile.
+// Put the block's queries into shared memory. A warp takes one head after the other, which is little code: at a kernel's
+// start code comes from afar. The next head's numbers are on their way meanwhile.
 template <typename S, int WARPS>
 __device__ __forceinline__ void take_queries(Room<S>& room, const Attention& a, long long row, int first_head, int mine) {
   u32 l;
