@@ -24,6 +24,16 @@ SELECTION = (
     "block.cuh",
     "shards.cuh",
 )
+#: What every form of scores includes.
+SCORING = (
+    "scoring.cuh",
+    "copies.cuh",
+    "elements.cuh",
+    "products.cuh",
+    "places.cuh",
+    "block.cuh",
+    "shards.cuh",
+)
 #: Sources that are compiled, each with what it includes.
 STEMS = {
     "topk_short": ("held.cuh", *SELECTION),
@@ -31,36 +41,9 @@ STEMS = {
     "topk_team": ("held.cuh", *SELECTION),
     "topk_wide": ("slices.cuh", *SELECTION),
     "topk_many": ("slices.cuh", *SELECTION),
-    "index_scores_fp8": (
-        "scores.cuh",
-        "scoring.cuh",
-        "copies.cuh",
-        "elements.cuh",
-        "products.cuh",
-        "places.cuh",
-        "block.cuh",
-        "shards.cuh",
-    ),
-    "index_scores_fp8_sum": (
-        "sums.cuh",
-        "scoring.cuh",
-        "copies.cuh",
-        "elements.cuh",
-        "products.cuh",
-        "places.cuh",
-        "block.cuh",
-        "shards.cuh",
-    ),
-    "index_scores_fp4": (
-        "scores.cuh",
-        "scoring.cuh",
-        "copies.cuh",
-        "elements.cuh",
-        "products.cuh",
-        "places.cuh",
-        "block.cuh",
-        "shards.cuh",
-    ),
+    "index_scores_fp8": ("scores.cuh", *SCORING),
+    "index_scores_fp8_sum": ("sums.cuh", *SCORING),
+    "index_scores_fp4": ("scores.cuh", *SCORING),
     "sparse_mla": (
         "few.cuh",
         "copies.cuh",

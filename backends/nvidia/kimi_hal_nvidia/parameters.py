@@ -38,6 +38,6 @@ class Parameters:
         """Write the addresses."""
         self._addresses.pack_into(self._room, 0, *addresses)
 
-    def tell(self, *numbers: int) -> None:
+    def tell(self, *numbers: float) -> None:
         """Write the numbers."""
         self._numbers.pack_into(self._room, self._addresses.size, *numbers)

@@ -117,8 +117,9 @@ class Attention:
         #: The launch without clusters, of parts that meet in memory.
         self.unclustered = launch(form.name, cluster=False) if way.in_memory else None
         self.stream = raw_stream(index)
-        #: Where rows are not cut, blocks take rows and heads in turn; a cluster has one, and so has a block of ``few``.
-        self.most = PROCESSORS * form.there if parts == 1 and not few else 1 << 30
+        #: Items, a row and block of heads each, that are launched at most: where rows are not cut, blocks take items in
+        #: turn; a cluster has one, and so has a block of ``few``.
+        self.most_items = PROCESSORS * form.there if parts == 1 and not few else 1 << 30
         #: Clusters of ``few`` that are resident at once.
         self.resident = CLUSTERS[parts] if few else 0
         world, interleave = spec.dcp.world, spec.dcp.interleave
@@ -163,7 +164,7 @@ class Attention:
                 *divmod(every, self.dealt),
                 self.scale,
             )
-            items = min(q.shape[0] * self.blocks, self.most)
+            items = min(q.shape[0] * self.blocks, self.most_items)
             slices = next((n for n in self.launches if items * n <= self.resident), 1)
             self.launch, self.grid = self.launches[slices], items * slices * self.parts
             self.start(*map(address, operands), partials=address(partials))
