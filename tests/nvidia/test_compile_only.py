@@ -11,9 +11,9 @@ pytest.importorskip("triton", reason="Triton is not installed: nothing can be co
 
 #: Target -> how its matrix unit's instructions begin.
 MATRIX = {
-    "sm_90a": r"wgmma\.mma_async|[HQ]GMMA|HMMA\.16816\.F32",
-    "sm_100a": r"tcgen05\.mma|HMMA\.16816\.F32",
-    "sm_103a": r"tcgen05\.mma|HMMA\.16816\.F32",
+    "sm_90a": r"wgmma\.mma_async|[HQI]GMMA|HMMA\.16816\.F32",
+    "sm_100a": r"tcgen05\.mma|HMMA\.16816\.F32|IMMA\.16832\.U8\.S8",
+    "sm_103a": r"tcgen05\.mma|HMMA\.16816\.F32|IMMA\.16832\.U8\.S8",
 }
 
 #: Products of numbers that nothing has decoded: in PTX, and what the assembler makes of it.

@@ -96,13 +96,33 @@ def nothing_there(o: Operands) -> None:
 
 
 def wild_keys(o: Operands) -> None:
-    """Scales of one key further apart than float16 reaches, and one that is NaN."""
+    """Scales of one key further apart than floats are added by, and one that is NaN."""
     o["cache"][:, 4096:] = torch.randint(60, 200, (len(o["cache"]), 256), dtype=torch.uint8)
     o["cache"][2, 4103] = 255
 
 
 def wild_queries(o: Operands) -> None:
     o["q_scale"] = torch.randint(100, 150, o["q_scale"].shape, dtype=torch.uint8)
+
+
+def apart_keys(o: Operands) -> None:
+    """Scales of one key further apart than integers reach, of most keys."""
+    o["cache"][:, 4096:] = torch.randint(115, 130, (len(o["cache"]), 256), dtype=torch.uint8)
+
+
+def apart_queries(o: Operands) -> None:
+    o["q_scale"] = torch.randint(114, 128, o["q_scale"].shape, dtype=torch.uint8)
+
+
+def apart(o: Operands) -> None:
+    apart_keys(o)
+    apart_queries(o)
+
+
+def nearly_apart(o: Operands) -> None:
+    """Scales as far apart as integers reach."""
+    o["cache"][:, 4096:] = torch.randint(120, 124, (len(o["cache"]), 256), dtype=torch.uint8)
+    o["q_scale"] = torch.randint(120, 124, o["q_scale"].shape, dtype=torch.uint8)
 
 
 def zero_blocks(o: Operands) -> None:
@@ -165,10 +185,15 @@ def test_a_row_of_no_request_has_no_keys(lengths: tuple[int, ...], by: tuple[str
         assert bool((out[row, n:] == 7).all())
 
 
-@pytest.mark.parametrize("broken", [wild_keys, wild_queries, zero_blocks])
-@pytest.mark.parametrize("rows", [1, 4])
-def test_scales_that_float16_cannot_hold_are_multiplied_number_by_number(broken: Any, rows: int) -> None:
-    right(IndexerSpec(index=MXFP4), (200, 70), rows=rows, broken=broken)
+@pytest.mark.parametrize(
+    "broken", [wild_keys, wild_queries, zero_blocks, apart_keys, apart_queries, apart, nearly_apart]
+)
+@pytest.mark.parametrize(("heads", "rows"), [(32, 1), (32, 2), (32, 4), (32, 8), (64, 1), (64, 4), (24, 3)])
+@pytest.mark.parametrize("lengths", [(200, 70), (333,)])
+def test_scales_that_integers_do_not_reach(
+    broken: Any, heads: int, rows: int, lengths: tuple[int, ...]
+) -> None:
+    right(IndexerSpec(index=MXFP4, num_heads=heads), lengths, rows=rows, broken=broken)
 
 
 @pytest.mark.parametrize("by", [EXACT, SUM])
@@ -198,7 +223,7 @@ def test_a_block_has_pages_of_several_requests(name: str, lengths: tuple[int, ..
     right(IndexerSpec(index=name), lengths)
 
 
-@pytest.mark.parametrize("scale", [255, 200, 30])
+@pytest.mark.parametrize("scale", [255, 200, 120, 110, 30])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_what_is_done_for_one_key_leaves_the_bits_of_its_neighbours(rows: int, scale: int) -> None:
     spec = IndexerSpec(index=MXFP4)

@@ -6,7 +6,7 @@ from kimi_hal.dispatch.contract import Instruction, Kernel, Target
 from kimi_hal_nvidia import fp8_sum as sums
 from kimi_hal_nvidia.compiling import described
 from kimi_hal_nvidia.quantize_query import STEM
-from kimi_hal_nvidia.scores import GROUPED, KINDS, RINGS
+from kimi_hal_nvidia.scores import KINDS, RINGS
 from kimi_hal_nvidia.topk import CLUSTERS, FORMS
 
 #: Rows of scores are read by vectors of 16 bytes.
@@ -24,13 +24,14 @@ HEADS = 32
 SPILLED = 128
 
 
-def products(target: Target, element: str, columns: int) -> Instruction:
-    """Return the products of keys, added in float32: of a warpgroup on Hopper, of a warp elsewhere."""
-    if target.arch != "sm_90":
-        return Instruction(r"HMMA\.16816\.F32", "keys are multiplied as float16 and added in float32")
-    if element == "fp4" and columns <= GROUPED:
-        return Instruction(r"QGMMA\.64x32x32\.F32", "a group of MXFP4 numbers is multiplied as e4m3, exactly")
-    return Instruction(r"HGMMA\.64x\d+x16\.F32", "keys are multiplied as float16 and added in float32")
+def products(target: Target, element: str) -> Instruction:
+    """Return the products of keys, added exactly or in float32: of a warpgroup on Hopper, of a warp elsewhere."""
+    hopper = target.arch == "sm_90"
+    if element == "fp4":
+        product = r"IGMMA\.64x\d+x32\.U8\.S8" if hopper else r"IMMA\.16832\.U8\.S8"
+        return Instruction(product, "MXFP4 numbers are multiplied and added as integers")
+    product = r"HGMMA\.64x\d+x16\.F32" if hopper else r"HMMA\.16816\.F32"
+    return Instruction(product, "keys are multiplied as float16 and added in float32")
 
 
 def quantize_index_query(target: Target) -> tuple[Kernel, ...]:
@@ -64,7 +65,7 @@ def indexer_logits(target: Target) -> tuple[Kernel, ...]:
             ring.kernel(element, kind),
             target,
             expected=[
-                products(target, element, ring.columns),
+                products(target, element),
                 BULK_COPY,
                 *([CONVERTED] if element == "fp8" else []),
             ],

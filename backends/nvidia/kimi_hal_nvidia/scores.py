@@ -25,8 +25,6 @@ from kimi_hal_nvidia.tickets import Tickets
 #: ``struct Scoring`` of ``scores.cuh``: addresses, then numbers.
 ADDRESSES, NUMBERS = 9, "10q 11i 4x"
 PAGE = 64
-#: Columns up to which MXFP4 keys are multiplied group by group.
-GROUPED = 64
 #: Rows that four warps know.
 SOME = 128
 #: Keys of a request from which on the last of all are dealt out to blocks that are early: rows change more often then.
@@ -71,11 +69,10 @@ class Ring:
     def shared(self, element: str) -> int:
         """Return the bytes of ``struct Ring``."""
         groups, pages = self.cut[element]
-        key, scales = {"fp8": (128, 16), "fp4": (64, groups * 1024)}[element]
-        column = 128 if element == "fp4" and self.columns <= GROUPED else 256
-        gaps = 48 if column == 128 else 0  # between the parts of a page that keeps banks apart
-        page = -(-(PAGE * (key + 4) + gaps) // 128) * 128
-        size = groups * self.columns * (column + 4) + pages * page + scales + groups * 32 + pages * 32 + 1296
+        key, column = {"fp8": (128, 256), "fp4": (64, 128)}[element]
+        page = -(-PAGE * (key + 4) // 128) * 128
+        apart = groups * self.columns * 8 if element == "fp4" else 32
+        size = groups * self.columns * (column + 4) + pages * page + apart + groups * 32 + pages * 32 + 1296
         return -(-size // 16) * 16
 
 

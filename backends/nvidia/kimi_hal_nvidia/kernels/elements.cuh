@@ -1,7 +1,6 @@
-// Index elements as float16, in the order in which matrix fragments take them.
+// Index elements as float16 or as integers of eight bits, in the order in which matrix fragments take them.
 //
-// A row of 128 numbers is shared out among the four lanes of a quad; lane c turns its bytes into eight steps of two
-// words. Which number stands where is free, as long as keys and queries agree.
+// A row of 128 numbers is shared out among the four lanes of a quad; lane c turns its bytes into steps of two words. Which number stands where is free, as long as keys and queries agree.
 #pragma once
 #include "block.cuh"
 
@@ -10,9 +9,10 @@ __device__ __forceinline__ float power(u32 code) {
   return __uint_as_float(code == 255 ? 0x7fffffffu : code ? code << 23 : 0x00400000u);
 }
 
-__device__ __forceinline__ u32 product_of_halves(u32 a, u32 b) {
+// Bytes of two words by the nibbles of a third; a nibble's fourth bit repeats a byte's highest in place of it.
+__device__ __forceinline__ u32 bytes_of(u32 a, u32 b, u32 nibbles) {
   u32 d;
-  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(nibbles));
   return d;
 }
 
@@ -37,10 +37,13 @@ struct Fp8 {
   }
 };
 
-// MXFP4: 64 bytes a row, in four groups of 32 with a scale each. Numbers become e4m3 at 2^-6 of themselves, whose bits
-// are the same: products of a group and their sums are exact in the matrix unit, also where it adds with few bits.
+// MXFP4: 64 bytes a row, in four groups of 32 with a scale each. Twice an element is an integer up to 12; times up to eight
+// it still is one of eight bits, whose products and sums are exact. Lane c has group c.
 struct Fp4 {
   static constexpr int BYTES = 64, COLUMN = 128;
+  static constexpr u32 LEAST = 3;  // powers of two below the largest of four scales down to which integers hold a group
+  static constexpr int UNIT = 4;   // an integer is so many powers of two above an element times its scale over the largest
+  static constexpr u32 BIAS = 0x80808080;  // of what `decode` gives
 
   // The largest of four exponents.
   static __device__ __forceinline__ u32 largest(u32 codes) {
@@ -48,23 +51,27 @@ struct Fp4 {
     return max(two & 255, two >> 8 & 255);
   }
 
-  // Numbers 0, 2, 4, 6 of a word, and 1, 3, 5, 7.
-  static __device__ __forceinline__ u32 even(u32 w) { return (w << 4 & 0x80808080u) | (w << 2 & 0x1c1c1c1cu); }
-  static __device__ __forceinline__ u32 odd(u32 w) { return (w & 0x80808080u) | (w >> 2 & 0x1c1c1c1cu); }
+  // What the eight magnitudes of a group become, and what 128 less them.
+  struct Table {
+    u32 low, high, rest_low, rest_high;
 
-  // Multiplies four e4m3 numbers by 2^12 times two float16 factors' product.
-  static __device__ __forceinline__ u32 scaled(u32 four, u32 factor) {
-    u32 low, high, result;
-    asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 %1, h;\n}"
-        : "=r"(low), "=r"(high)
-        : "r"(four));
-    low = product_of_halves(low, factor);
-    high = product_of_halves(high, factor);
-    asm("{\n.reg .b16 l, h;\ncvt.rn.satfinite.e4m3x2.f16x2 l, %1;\ncvt.rn.satfinite.e4m3x2.f16x2 h, %2;\n"
-        "mov.b32 %0, {l, h};\n}"
-        : "=r"(result)
-        : "r"(low), "r"(high));
-    return result;
+    // For a group so many powers of two below the largest, LEAST at most.
+    __device__ __forceinline__ explicit Table(u32 below) {
+      u32 unit = __funnelshift_r(8, 0, below);
+      low = unit * 0x03020100;
+      high = unit * 0x0c080604;
+      rest_low = BIAS - low;
+      rest_high = BIAS - high;
+    }
+  };
+
+  // The first and the last four numbers of a word as bytes of 128 more than they are: twice the positive ones, and 128 less
+  // every one's magnitude.
+  static __device__ __forceinline__ void decode(u32& first, u32& last, u32 word, const Table& t) {
+    u32 size = word & 0x77777777u;
+    // A fourth bit repeats the byte's highest, which is 0.
+    first = bytes_of(t.low, t.high, word) * 2 + bytes_of(t.rest_low, t.rest_high, size);
+    last = bytes_of(t.low, t.high, word >> 16) * 2 + bytes_of(t.rest_low, t.rest_high, size >> 16);
   }
 
   // Element i of a row as a float, by itself.
@@ -72,27 +79,5 @@ struct Fp4 {
     u32 code = row[i / 2] >> (i % 2 * 4) & 15, magnitude = code & 7;
     float x = magnitude < 2 ? 0.5f * magnitude : __uint_as_float((126 + (magnitude >> 1)) << 23 | (magnitude & 1) << 22);
     return code & 8 ? -x : x;
-  }
-};
-
-// MXFP4 as float16: numbers times twice their scale relative to the largest.
-struct Fp4Half {
-  static constexpr int BYTES = 64, COLUMN = 256;
-  static constexpr u32 LEAST = 20;  // powers of two below the largest scale down to which factors are exact
-
-  // 2^7 / 2^below, twice.
-  static __device__ __forceinline__ u32 factor(u32 below) { return (22 - min(below, LEAST + 1)) * 0x04000400u; }
-
-  // The eight numbers of a word, in pairs: 0 and 2, 4 and 6, 1 and 3, 5 and 7.
-  static __device__ __forceinline__ void decode(u32 (&to)[4], u32 word, u32 factor) {
-    u32 two[2] = {Fp4::even(word), Fp4::odd(word)};
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 %1, h;\n}"
-          : "=r"(to[2 * i]), "=r"(to[2 * i + 1])
-          : "r"(two[i]));
-    }
-#pragma unroll
-    for (int i = 0; i < 4; i++) to[i] = product_of_halves(to[i], factor);
   }
 };

@@ -4,9 +4,9 @@
 // copy pages into a ring; warpgroups take them in turn, put a page's 64 keys into the registers of the product, multiply
 // them with the heads of one or more rows of a request, and add up what is rectified and weighed in float32.
 //
-// `Fp8` and `Fp4Half` decode keys to float16, which holds every element exactly: FP8 products are added with fewer bits than
-// the contract asks for. `Fp4` multiplies groups of 32 numbers as e4m3, whose sums are exact even so: less to decode, more to
-// add, so it is for few columns. A score's bits depend on its row and its key alone.
+// FP8 keys become float16, which holds every element exactly: FP8 products are added with fewer bits than the contract asks
+// for. MXFP4 keys become integers of eight bits, scaled to the largest of a key's four scales; what integers do not reach is
+// scored again, group by group. A score's bits depend on its row and its key alone.
 #pragma once
 #include "copies.cuh"
 #include "elements.cuh"
@@ -23,16 +23,13 @@ constexpr int REST = 16;        // one page of so many is dealt out to those who
 template <typename Element, int N, int GROUPS, int STAGES>
 struct Ring {
   static constexpr int PAGE_BYTES = PAGE * (Element::BYTES + 4);
-  // Keys of 64 bytes stand in four parts, each 16 bytes further than it would: eight that are read together, two of each
-  // part, are in different banks then.
-  static constexpr int PARTS = Element::COLUMN == 128 ? 4 : 1, PART = PAGE / PARTS * Element::BYTES + (PARTS > 1 ? 16 : 0);
-  static constexpr int SCALES = PART * PARTS - (PARTS > 1 ? 16 : 0);  // where they stand behind the keys
-  static constexpr int STAGE_BYTES = (SCALES + PAGE * 4 + 127) / 128 * 128;
+  static constexpr int STAGE_BYTES = (PAGE_BYTES + 127) / 128 * 128;
   static constexpr bool FP4 = Element::BYTES == 64;
   unsigned char columns[GROUPS][N * Element::COLUMN];  // at whole 1,024 bytes
   unsigned char stage[STAGES][STAGE_BYTES];
   float weights[GROUPS][N];  // as `weight_place` says
-  float4 scales[FP4 ? GROUPS * 4 : 1][FP4 ? 16 : 1];  // of the keys of each warp
+  int offsets[FP4 ? GROUPS : 1][FP4 ? N : 4];  // in their places, what is added to sums of integers
+  u32 apart[FP4 ? GROUPS : 1][FP4 ? N : 4];  // powers of two that a query's groups still have to be divided by
   int keys[GROUPS][8];
   u64 full[STAGES], empty[STAGES];
   Unit unit[STAGES];
@@ -88,13 +85,12 @@ struct Scorer {
   // Warpgroups are told when there are no more pages: each has the slots of one warp that copies.
   static constexpr bool TOLD = MANY == Rows::SOME && GROUPS == 4;
   static constexpr bool FP4 = Element::BYTES == 64;
-  static constexpr bool GROUPED = FP4 && Element::COLUMN == 128;  // MXFP4 as e4m3, group by group; else as float16
-  static constexpr bool LARGE = N == 256 && !GROUPED;
+  static constexpr bool LARGE = N == 256;
   static constexpr int ROWS = N / HEADS, THREADS = GROUPS * 128 + 128;
   // Registers of a thread at the start, of those that copy, and of the others, which get what those give back.
   static constexpr int FEW = GROUPS < 4 ? 56 : 40, EACH = 65536 / THREADS / 8 * 8, MOST = (EACH * THREADS - FEW * 128) / (GROUPS * 128) / 8 * 8;
   using Memory = Ring<Element, N, GROUPS, STAGES>;
-  static constexpr bool HELD = !GROUPED && N <= 64;  // weights stay in registers
+  static constexpr bool HELD = N <= (FP4 && GROUPS > 4 ? 32 : 64);  // weights stay in registers
   // Quarters of queries that a thread asks for at the start, of the only block of rows.
   static constexpr int EARLY = (N * 4 + GROUPS * 128 - 1) / (GROUPS * 128);
 
@@ -118,7 +114,13 @@ struct Scorer {
   // A block of rows: where a lane's first score stands, and how many behind it, of every second row.
   struct Block {
     char* out;
-    int first, left[ROWS == 1 ? 1 : ROWS / 2], scaled;  // `scaled`: of the key whose scales it looks at
+    int first, left[ROWS == 1 ? 1 : ROWS / 2];
+  };
+
+  // What a lane weighs sums by, if it keeps that.
+  struct Held {
+    float weight[N / 4];
+    int offset[FP4 ? N / 4 : 1];
   };
 
   // A quarter of a query as it is in memory, its weight, and its scales.
@@ -130,31 +132,28 @@ struct Scorer {
 
   // The key of a page that a warp has as one of its first or second eight rows of the tall operand.
   static __device__ __forceinline__ u32 key_of(u32 row, u32 half) {
-    u32 part = warp() % 4;
-    return GROUPED ? row / 2 * 16 + part * 4 + half * 2 + row % 2 : part * 16 + half * 8 + row;
+    return warp() % 4 * 16 + half * 8 + row;
   }
 
   // What a lane adds to a slot's places, computed once.
   struct Places {
-    u32 keys, scales, columns, powers, power;
+    u32 keys, scales, columns, lane, shift;
 
     __device__ __forceinline__ Places(const Memory& m, int group) {
-      u32 first = warp() % 4 * 16, token = first + lane() / 4, stage = shared_address(m.stage[0]);
+      u32 first = warp() % 4 * 16, token = first + ::lane() / 4, stage = shared_address(m.stage[0]);
       columns = kept(address_of_columns(m.columns[set_of(group)]));
-      if constexpr (FP4 && !GROUPED) {
-        keys = kept(stage + token * 64 + lane() % 4 * 16);
-        scales = kept(stage + PAGE * 64 + token * 4 + lane() % 4);
-      } else if constexpr (FP4) {
-        u32 key = key_of(lane() % 8, 0), scaled = key_of(lane() / 2 % 8, lane() / 16);
-        keys = kept(stage + key / 16 * Memory::PART + key % 16 * 64 + lane() / 8 * 16);
-        scales = kept(stage + Memory::SCALES + scaled * 4 + lane() % 2 * 2);
-        powers = kept(shared_address(m.scales[warp()]) + lane() * 8);
-        power = kept(shared_address(m.scales[warp()]) + lane() / 4 * 16);
+      if constexpr (FP4) {
+        keys = known(stage);
+        lane = known(token * 4 + ::lane() % 4);
+        shift = known(::lane() % 2 * 16);
       } else {
-        keys = kept(stage + token * 128 + lane() % 4 * 16);
-        scales = kept(stage + PAGE * 128 + token * 4 + lane() % 2 * 32);
+        keys = known(stage + token * 128 + ::lane() % 4 * 16);
+        scales = known(stage + PAGE * 128 + token * 4 + ::lane() % 2 * 32);
       }
     }
+
+    // Told by memory or another lane, a number is not computed again.
+    static __device__ __forceinline__ u32 known(u32 x) { return __shfl_sync(EVERY, x, ::lane()); }
   };
 
   const Scoring& p;
@@ -340,12 +339,7 @@ struct Scorer {
     if (present) {
       const unsigned char* from = p.cache + unit.page * p.cache_page;
       barrier_expect(&m.full[slot], Memory::PAGE_BYTES);
-#pragma unroll
-      for (int i = 0; i < Memory::PARTS; i++) {
-        constexpr int KEYS = PAGE / Memory::PARTS * Element::BYTES;
-        int bytes = KEYS + (i + 1 == Memory::PARTS ? PAGE * 4 : 0);
-        copy_part(m.stage[slot] + i * Memory::PART, from + i * KEYS, bytes, &m.full[slot], policy);
-      }
+      copy_part(m.stage[slot], from, Memory::PAGE_BYTES, &m.full[slot], policy);
     } else {
       barrier_arrive(&m.full[slot]);
     }
@@ -420,7 +414,7 @@ struct Scorer {
   }
 
   // Puts the queries of the only block of rows, which were asked for before, into the columns of all warpgroups; true where
-  // float16 does not hold them, or float32 what they weigh.
+  // integers do not hold them, or float32 what they weigh.
   __device__ __forceinline__ bool put_queries(const Query (&query)[EARLY]) const {
     bool held_all = true;
 #pragma unroll
@@ -464,30 +458,35 @@ struct Scorer {
   }
 
   // What a lane knows of the rows whose queries are there.
-  __device__ __forceinline__ void look_at(int group, int row, float (&held)[N / 4], Block& rows) const {
+  __device__ __forceinline__ void look_at(int group, int row, Held& held, Block& rows) const {
     int block = row / ROWS * ROWS, set = set_of(group);
     rows.first = row;
     int place = key_of(lane() / 4, lane() % 2), odd_row = ROWS == 1 ? 0 : lane() / 2 % 2;
-    if constexpr (GROUPED) {
-      int most = 0;
-#pragma unroll
-      for (int r = 0; r < ROWS; r++) most = max(most, m.keys[set][r]);
-      rows.scaled = most - static_cast<int>(key_of(lane() / 2 % 8, lane() / 16));
-    }
     rows.out = static_cast<char*>(p.out) + ((block + odd_row) * p.out_row + place) * (p.out_bf16 ? 2 : 4);
 #pragma unroll
     for (int i = 0; i < (ROWS + 1) / 2; i++) {
       rows.left[i] = m.keys[set][2 * i + odd_row] - place;
       if (ROWS == 1 && lane() / 2 % 2) rows.left[i] = 0;  // another lane has the same
     }
+    hold(set, held);
+  }
+
+  __device__ __forceinline__ void hold(int set, Held& held) const {
     if constexpr (HELD) {
 #pragma unroll
       for (int j = 0; j < N / 8; j += 2) {
         float4 four = weights_of(set, j);
-        held[2 * j] = four.x;
-        held[2 * j + 1] = four.y;
-        held[2 * j + 2] = four.z;
-        held[2 * j + 3] = four.w;
+        held.weight[2 * j] = four.x;
+        held.weight[2 * j + 1] = four.y;
+        held.weight[2 * j + 2] = four.z;
+        held.weight[2 * j + 3] = four.w;
+        if constexpr (FP4) {
+          int4 other = offsets_of(set, j);
+          held.offset[2 * j] = other.x;
+          held.offset[2 * j + 1] = other.y;
+          held.offset[2 * j + 2] = other.z;
+          held.offset[2 * j + 3] = other.w;
+        }
       }
     }
   }
@@ -514,11 +513,16 @@ struct Scorer {
     bool held = true;
     float w = query.weight;
     if constexpr (FP4) {
-      held = put_group(columns, n, c, query.all[0], query.codes);
-      float unit = w * power(Fp4::largest(query.codes)) * (GROUPED ? 1.0f : 0.25f);
-      // Else it has no bits left, or its sums none above, that a key's scale brings back.
-      held = held && (w == 0.0f || (fabsf(unit) > 0x1p-100f && fabsf(unit) < (GROUPED ? 0x1p40f : 0x1p100f)));
-      w = unit;
+      int sum;
+      u32 apart = put_group(columns, n, c, query.all[0], query.codes, sum);
+      sum += __shfl_xor_sync(EVERY, sum, 1);
+      sum += __shfl_xor_sync(EVERY, sum, 2);
+      if (c == 0) m.offsets[set][weight_place(n)] = -128 * sum;
+      float unit = w * power(Fp4::largest(query.codes));
+      if (!in_range(w, unit)) apart = BEYOND;
+      reinterpret_cast<unsigned char*>(m.apart[set])[n * 4 + c] = apart;
+      held = apart == 0;
+      w = unit * 0x1p86f;
     } else {
       Element e{query.all[0], query.all[1]};
       u32 piece[8][2], first = column_offset(n, 2 * c, N);
@@ -532,34 +536,31 @@ struct Scorer {
     return held;
   }
 
-  // Group `g` of a query, times its scale relative to the query's largest and 2^6 in e4m3 or 2 in float16; false where
-  // that is not exact.
-  static __device__ __forceinline__ bool put_group(unsigned char* columns, u32 n, u32 g, const uint4& all, u32 codes) {
-    constexpr u32 LEAST = GROUPED ? 14 : Fp4Half::LEAST;
+  // Whether products with a weight in units have all bits where they are added as the integers' own bits times 2^86.
+  static __device__ __forceinline__ bool in_range(float weight, float unit) {
+    return weight == 0.0f || (fabsf(unit) > 0x1p-63f && fabsf(unit) < 0x1p40f);
+  }
+
+  // Group `g` of a query as integers relative to the query's largest scale, and their sum. Where that does not hold one of the
+  // four groups, all stand as they are, and the powers of two between are returned.
+  static __device__ __forceinline__ u32 put_group(unsigned char* columns, u32 n, u32 g, const uint4& all, u32 codes, int& sum) {
     u32 below = Fp4::largest(codes) - (codes >> 8 * g & 255), word[4] = {all.x, all.y, all.z, all.w};
-    if constexpr (GROUPED) {
-      u32 factor = (27 - min(below, LEAST)) * 0x04000400u, even[4], odd[4];  // 2^12 / 2^below
+    bool any = (all.x | all.y | all.z | all.w) & 0x77777777u;
+    bool loose = __ballot_sync(EVERY, any && below > Fp4::LEAST) >> (lane() & 28) & 15;
+    Fp4::Table table(loose ? 0 : min(below, Fp4::LEAST));
+    sum = 0;
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        even[i] = Fp4::scaled(Fp4::even(word[i]), factor);
-        odd[i] = Fp4::scaled(Fp4::odd(word[i]), factor);
-      }
-      *reinterpret_cast<uint4*>(columns + byte_offset(n, 32 * g)) = make_uint4(even[0], even[1], even[2], even[3]);
-      *reinterpret_cast<uint4*>(columns + byte_offset(n, 32 * g + 16)) = make_uint4(odd[0], odd[1], odd[2], odd[3]);
-    } else {
-      u32 first = column_offset(n, 2 * g, N);
-#pragma unroll
-      for (u32 i = 0; i < 4; i++) {
-        u32 pair[4];
-        Fp4Half::decode(pair, word[i], Fp4Half::factor(below));
-#pragma unroll
-        for (u32 k = 0; k < 4; k++) {  // number 32 i + 8 k + 2 g
-          u32 at = (first ^ (4 * i + k) % 8 * 16) + i / 2 * N * 128;
-          *reinterpret_cast<u32*>(columns + at) = pair[k];
-        }
-      }
+    for (u32 s = 0; s < 4; s++) {
+      u32 first, last;
+      Fp4::decode(first, last, word[s], table);
+      first ^= Fp4::BIAS;
+      last ^= Fp4::BIAS;
+      *reinterpret_cast<u32*>(columns + byte_offset(n, 32 * s + 4 * g)) = first;
+      *reinterpret_cast<u32*>(columns + byte_offset(n, 32 * s + 16 + 4 * g)) = last;
+      sum = __dp4a(static_cast<int>(first), 0x01010101, sum);
+      sum = __dp4a(static_cast<int>(last), 0x01010101, sum);
     }
-    return below <= LEAST || !((all.x | all.y | all.z | all.w) & 0x77777777u);
+    return !loose ? 0 : below <= MOST_BELOW ? below : any ? BEYOND : MOST_BELOW;
   }
 
   // A lane's vectors of a query, 64 bytes from each other, where they stand at whole 16 bytes: without a branch, so that
@@ -595,15 +596,23 @@ struct Scorer {
   __device__ __forceinline__ float4 weights_of(int set, int j) const {
     return *reinterpret_cast<const float4*>(&m.weights[set][8 * j + lane() % 4 * 4]);
   }
-  __device__ __forceinline__ float4 weights_of(int group, int j, const float (&held)[N / 4]) const {
-    return HELD ? make_float4(held[2 * j], held[2 * j + 1], held[2 * j + 2], held[2 * j + 3])
-                : weights_of(set_of(group), j);
+  __device__ __forceinline__ int4 offsets_of(int set, int j) const {
+    return *reinterpret_cast<const int4*>(&m.offsets[set][8 * j + lane() % 4 * 4]);
+  }
+  __device__ __forceinline__ float4 weights_of(int group, int j, const Held& held) const {
+    const float* w = held.weight + 2 * j;
+    return HELD ? make_float4(w[0], w[1], w[2], w[3]) : weights_of(set_of(group), j);
+  }
+  __device__ __forceinline__ int4 offsets_of(int group, int j, const Held& held) const {
+    const int* o = held.offset + 2 * j;
+    return HELD ? make_int4(o[0], o[1], o[2], o[3]) : offsets_of(set_of(group), j);
   }
 
+  // Pages of the same rows are one run of code: what changes rows, and what integers do not reach, stands behind it.
   __device__ __forceinline__ void consume(int group) {
-    float held[N / 4];
+    Held held;
     Block rows;
-    bool odd = false;
+    u32 odd = 0;
     wait_for_leader();  // which may have written queries, their scales and weights, and nothing else that is read here
     if constexpr (ALONE) {  // queries come first: what is asked for behind the first pages waits for those
       Query query[EARLY];
@@ -626,27 +635,32 @@ struct Scorer {
         odd = load_queries(group, next);
         look_at(group, next, held, rows);
       }
-      barrier_wait(&m.full[turn.slot], turn.parity);
-      Unit unit = m.unit[turn.slot];
-      if constexpr (!ALONE) {
+      Unit unit;
+      bool again = false;
+#pragma unroll 1
+      do {
+        barrier_wait(&m.full[turn.slot], turn.parity);
+        unit = m.unit[turn.slot];
+        if (!ALONE && unit.row != rows.first) break;
+        if constexpr (FP4) again = score_integers(group, turn.slot, places, rows, unit, held, odd);
+        else score_page(group, turn.slot, places, rows, unit, held);
+        if (again) break;
+        turn.go_on();
+      } while (TOLD || turn.left > 0);
+      if (again) {
+        score_groups(group, unit, odd);
+        turn.go_on();
+        hold(set_of(group), held);
+      } else {
         next = unit.row;
         if (TOLD && next < 0) return;
-        if (next != rows.first) continue;
       }
-      if constexpr (GROUPED) {
-        score_groups(group, turn.slot, places, rows, unit, held, odd);
-      } else if constexpr (FP4) {
-        score_halves(group, turn.slot, places, rows, unit, held, odd);
-      } else {
-        score_page(group, turn.slot, places, rows, unit, held);
-      }
-      turn.go_on();
     }
   }
 
   // FP8: a page's keys times all heads.
   __device__ __forceinline__ void score_page(int group, int slot, const Places& places, const Block& rows, const Unit& unit,
-                                             float (&held)[N / 4]) const {
+                                             Held& held) const {
     u32 stage = slot * Memory::STAGE_BYTES;
     u32 a[8][4], code = load_word(places.scales + stage);  // of the one key of a lane's two that the lane will store
 #pragma unroll
@@ -662,14 +676,16 @@ struct Scorer {
       }
     }
     release(slot);
-    score_all(group, places, rows, unit, a, held, p.e8m0 ? power(code & 255) : __uint_as_float(code));
+    score_all<float>(group, places, rows, unit, a, held, 0.5f * (p.e8m0 ? power(code & 255) : __uint_as_float(code)));
   }
 
   // Keys that stand in registers, times all heads.
+  template <typename Sum, int STEPS>
   __device__ __forceinline__ void score_all(int group, const Places& places, const Block& rows, const Unit& unit,
-                                            const u32 (&a)[8][4], float (&held)[N / 4], float scale) const {
+                                            const u32 (&a)[STEPS][4], const Held& held, float scale) const {
     if constexpr (LARGE) {  // rows are added up while those behind them are still multiplied
-      float low[N / 16][4], high[N / 16][4], part[ROWS / 2][2];
+      Sum low[N / 16][4], high[N / 16][4];
+      float part[ROWS / 2][2];
       multiply<N / 2, N>(low, a, places.columns, 0);
       multiply<N / 2, N>(high, a, places.columns, N / 2);
       multiplied<1>();
@@ -679,7 +695,8 @@ struct Scorer {
       weigh<ROWS / 2, ROWS>(group, high, held, part);
       store<ROWS / 2, ROWS>(rows, unit, part, scale);
     } else {
-      float d[N / 8][4], sum[ROWS][2];
+      Sum d[N / 8][4];
+      float sum[ROWS][2];
       multiply<N, N>(d, a, places.columns, 0);
       multiplied<0>();
       weigh<0, ROWS>(group, d, held, sum);
@@ -693,103 +710,133 @@ struct Scorer {
     if (lane() == 0) barrier_arrive(&m.empty[slot]);
   }
 
-  // MXFP4 for many columns: keys times their scales relative to a key's largest, as float16.
-  __device__ __forceinline__ void score_halves(int group, int slot, const Places& places, const Block& rows,
-                                               const Unit& unit, float (&held)[N / 4], bool odd) {
-    // A lane has a group of each of two keys.
-    u32 stage = slot * Memory::STAGE_BYTES, a[8][4];
-    uint4 all[2] = {load_vector(places.keys + stage), load_vector(places.keys + stage + 512)};
-    u32 codes = load_byte(places.scales + stage) | load_byte(places.scales + stage + 32) << 16;
+  // MXFP4: a lane has a group of each of two keys. True where a key's scales are too far apart, or 2^65 and above, or NaN, or
+  // a query is odd.
+  __device__ __forceinline__ bool score_integers(int group, int slot, const Places& places, const Block& rows,
+                                                 const Unit& unit, const Held& held, u32 odd) const {
+    u32 stage = places.keys + slot * Memory::STAGE_BYTES, a[4][4];
+    uint4 all[2] = {load_vector(stage + places.lane * 16), load_vector(stage + places.lane * 16 + 512)};
+    u32 scales = stage + places.lane + PAGE * 64;
+    u32 codes = load_byte(scales) | load_byte(scales + 32) << 16;
     release(slot);
     u32 top = __vmaxu2(codes, __shfl_xor_sync(EVERY, codes, 1));
     top = __vmaxu2(top, __shfl_xor_sync(EVERY, top, 2));
     u32 below = top - codes;
-    float scale = power(lane() % 2 ? top >> 16 : top & 255);
-    bool far = __any_sync(EVERY, __vmaxu2(below, Fp4Half::LEAST * 0x10001) != Fp4Half::LEAST * 0x10001);
-    bool plainly[2] = {odd, odd};
+    constexpr u32 FEW_BITS = (0xffff - Fp4::LEAST) * 0x10001, LARGEST = 0x400040;
+    bool again = __any_sync(EVERY, below & FEW_BITS | (top + LARGEST) & 0x1000100 | odd);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
+      Fp4::Table table(half ? below >> 16 : below);
       u32 word[4] = {all[half].x, all[half].y, all[half].z, all[half].w};
-      u32 mine = half ? below >> 16 : below & 0xffff, factor = Fp4Half::factor(mine);
-      if (far) {  // unless what is so far below is zero
-        bool lost = mine > Fp4Half::LEAST && ((word[0] | word[1] | word[2] | word[3]) & 0x77777777u);
-        plainly[half] |= (__ballot_sync(EVERY, lost) >> (lane() & 28) & 15) != 0;
-      }
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        u32 pair[4];
-        Fp4Half::decode(pair, word[i], factor);
-#pragma unroll
-        for (int k = 0; k < 4; k++) a[2 * i + k / 2][half + k % 2 * 2] = pair[k];
-      }
+      for (int s = 0; s < 4; s++) Fp4::decode(a[s][half], a[s][2 + half], word[s], table);
     }
-    score_all(group, places, rows, unit, a, held, scale);
-    if (far || odd) store_plainly(group, unit, plainly);
+    // Sums are added as the bits of integers, which are so many times 2^-149, by weights times 2^86.
+    u32 exponent = (top >> places.shift) + (149 - 86 - 2 * Fp4::UNIT);
+    score_all<int>(group, places, rows, unit, a, held, __uint_as_float(exponent << 23));
+    return again;
   }
 
-  static constexpr u32 MOST_APART = 64;  // powers of two between a key's scales up to which groups are added by them
+  // Powers of two between a key's scales, and between a query's, up to which groups are added by them.
+  static constexpr u32 MOST_APART = 64, MOST_BELOW = 14, BEYOND = 255;
 
-  // MXFP4 of few columns: each group of 32 numbers by itself, in e4m3, times 32 heads; groups are added up by their scales.
-  __device__ __forceinline__ void score_groups(int group, int slot, const Places& places, const Block& rows,
-                                               const Unit& unit, float (&held)[N / 4], bool odd) const {
-    constexpr int ALL = N / 32 * 4;
-    u32 stage = slot * Memory::STAGE_BYTES, a[4][4], codes = load_half(places.scales + stage);  // two of a key's four
+  // Scores a warp's sixteen keys again, as integers of each group of 32 numbers by itself, which are added relative to a
+  // key's and a query's largest scales; number by number, what is beyond that too.
+  __device__ __forceinline__ void score_groups(int group, const Unit& unit, bool odd) const {
+    constexpr int ZERO = 0x4b400000;  // as a float, to whose last bits integers are added
+    const unsigned char* page = p.cache + unit.page * p.cache_page;
+    // What is computed of these is not computed before the first page.
+    u32 me = Places::known(lane()), quad = me / 4, c = me % 4, codes[2], a[4][4];
+    int set = Places::known(set_of(group)), block = Places::known(unit.row / ROWS * ROWS);
+    bool lost[2], needed = odd;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      u32 word[4];
-      load_matrices(word, pointer_to(places.keys + stage + half * 128));
+      int key = key_of(quad, half), most = 0;
 #pragma unroll
-      for (int g = 0; g < 4; g++) {
-        a[g][half] = Fp4::even(word[g]);
-        a[g][2 + half] = Fp4::odd(word[g]);
+      for (int r = 0; r < ROWS; r++) most = max(most, m.keys[set][r]);
+      bool there = unit.page >= 0 && unit.first + key < most;  // anything may stand behind them
+      uint4 all{};
+      codes[half] = 0;
+      if (there) {
+        all = *reinterpret_cast<const uint4*>(page + key * 64 + c * 16);
+        codes[half] = *reinterpret_cast<const u32*>(page + PAGE * 64 + key * 4);
+      }
+      u32 top = Fp4::largest(codes[half]), below = top - (codes[half] >> 8 * c & 255), word[4] = {all.x, all.y, all.z, all.w};
+      lost[half] = top >= 192 || below > MOST_APART && ((all.x | all.y | all.z | all.w) & 0x77777777u);
+      needed |= lost[half] || below > Fp4::LEAST;
+      Fp4::Table table(0);
+#pragma unroll
+      for (int s = 0; s < 4; s++) {
+        Fp4::decode(a[s][half], a[s][2 + half], word[s], table);
+        a[s][half] ^= Fp4::BIAS;
+        a[s][2 + half] ^= Fp4::BIAS;
       }
     }
-    release(slot);
-    float d[4][4], all[4][4], sum[ROWS][2];
+    if (!__any_sync(EVERY, needed) || unit.page < 0) return;
+    __syncwarp();  // behind what was stored before
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) sum[r][0] = sum[r][1] = 0.0f;
-    multiply_group(d, a[0], places.columns, 0, 0);
-    // Groups are added relative to a key's first, whose scale is multiplied with at the end: sums of floats do not change
-    // by powers of two. Exponents are a float's.
-    u32 first = codes & 255, other = 127 - __shfl_sync(EVERY, first, lane() & 30);
-    u32 relative[2] = {first + other, (codes >> 8) + other};
-    bool far = max(relative[0] - (127 - MOST_APART), relative[1] - (127 - MOST_APART)) > 2 * MOST_APART;
-    store_pair(places.powers, lane() % 2 ? relative[0] << 23 : power_bits(first), relative[1] << 23);
-    __syncwarp();
-    uint4 low = load_vector(places.power), high = load_vector(places.power + 128);
-    float of_low[4] = {__uint_as_float(low.x), __uint_as_float(low.y), __uint_as_float(low.z), __uint_as_float(low.w)};
-    float of_high[4] = {__uint_as_float(high.x), __uint_as_float(high.y), __uint_as_float(high.z), __uint_as_float(high.w)};
+    for (int half = 0; half < 2; half++) lost[half] = __ballot_sync(EVERY, lost[half]) >> (me & 28) & 15;
+#pragma unroll 1
+    for (int r = 0; r < ROWS; r++) {
+      float sum[2] = {0.0f, 0.0f};
+      bool wild = false;
+#pragma unroll 1
+      for (int first = r * HEADS; first < (r + 1) * HEADS; first += 16) {
+        float all[2][4] = {};
+        wild |= __vcmpeq4(m.apart[set][first + me % 16], BEYOND * 0x01010101u);
+#pragma unroll 1
+        for (u32 g = 0; g < 4; g++) {
+          float relative[2];
 #pragma unroll
-    for (int i = 0; i < ALL; i++) {
-      multiplied<0>();
-      add_group(all, d, of_low[i % 4], of_high[i % 4], i % 4 == 0);
-      int next = i + 1;
-      if (next < ALL) multiply_group(d, a[next % 4], places.columns, next / 4 * 32, next % 4);
-      if (next % 4 == 0) {
+          for (int half = 0; half < 2; half++) {
+            u32 below = Fp4::largest(codes[half]) - (codes[half] >> 8 * g & 255);
+            relative[half] = __uint_as_float((127 - min(below, MOST_APART)) << 23);
+          }
 #pragma unroll
-        for (int j = 0; j < 4; j += 2) {
-          add_weighed(sum[i / 4 * 32 / HEADS], all[j], all[j + 1], weights_of(group, i / 4 * 4 + j, held));
+          for (int j = 0; j < 2; j++) {
+            const unsigned char* column = m.columns[set];
+            int d[4] = {ZERO, ZERO, ZERO, ZERO};
+#pragma unroll
+            for (u32 s = 0; s < 4; s++) {  // a lane has its group of both, so that the others' are zero
+              u32 n = first + 8 * j + quad, low = 0, high = 0;
+              if (c == g) {
+                low = *reinterpret_cast<const u32*>(column + byte_offset(n, 32 * s + 4 * c));
+                high = *reinterpret_cast<const u32*>(column + byte_offset(n, 32 * s + 16 + 4 * c));
+              }
+              add_products(d, a[s], low, high);
+            }
+            const u32* apart = m.apart[set] + first + 8 * j + c * 2;
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+              float factor = relative[i / 2] * __uint_as_float((127 - (apart[i % 2] >> 8 * g & 255)) << 23);
+              all[j][i] = fmaf(__int_as_float(d[i]) - __int_as_float(ZERO), factor, all[j][i]);
+            }
+          }
+        }
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+#pragma unroll
+          for (int i = 0; i < 4; i++) {
+            float its = m.weights[set][weight_place(first + 8 * j + c * 2 + i % 2)] * 0x1p-94f;
+            sum[i / 2] = fmaf(rectified_twice(all[j][i]), its, sum[i / 2]);
+          }
         }
       }
-    }
-    store<0, ROWS>(rows, unit, sum, lane() % 2 ? of_high[0] : of_low[0]);
-    u32 large = __ballot_sync(EVERY, (far || (codes & codes << 1 & 0x8080)) && unit.first < rows.scaled);
-    if (large || odd) {  // too far apart, 2^65 and above, and NaN
-      bool plainly[2] = {odd || large >> lane() / 4 * 2 & 3, odd || large >> (lane() / 4 * 2 + 16) & 3};
-      store_plainly(group, unit, plainly);
-    }
-  }
-
-  // A power of two of a code below 255, as a float's bits.
-  static __device__ __forceinline__ u32 power_bits(u32 code) { return max(code << 23, 0x00400000u); }
-
-  static __device__ __forceinline__ void add_group(float (&all)[4][4], const float (&d)[4][4], float low, float high,
-                                                   bool first) {
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        all[j][i] = first ? d[j][i] : fmaf(d[j][i], i < 2 ? low : high, all[j][i]);
+      wild = __any_sync(EVERY, wild);
+      int row = block + r;
+#pragma unroll 1
+      for (int half = 0; half < 2; half++) {
+        int key = key_of(quad, half);
+        bool plainly = wild || (half ? lost[1] : lost[0]);
+        float score = (half ? sum[1] : sum[0]) * power(Fp4::largest(half ? codes[1] : codes[0]));
+        if (__any_sync(EVERY, plainly)) {
+          float exact = add_plainly(page, key, row);
+          score = plainly ? exact : score;
+        }
+        score += __shfl_xor_sync(EVERY, score, 1);
+        score += __shfl_xor_sync(EVERY, score, 2);
+        char* out = static_cast<char*>(p.out) + (row * p.out_row + key) * (p.out_bf16 ? 2 : 4);
+        if (c == 0) put(unit, out, score * 0.5f, m.keys[set][r] - key);
       }
     }
   }
@@ -805,16 +852,20 @@ struct Scorer {
     }
   }
 
-  // The same of 32 columns.
-  __device__ __forceinline__ void weigh_part(int group, int part, const float (&all)[4][4], float (&held)[N / 4],
-                                             float (&sum)[2]) const {
+  // The same of integers, whose bits are weighed as those of floats.
+  static __device__ __forceinline__ void add_weighed(float (&sum)[2], const int (&d)[4], const int (&e)[4], float4 w, int4 o) {
 #pragma unroll
-    for (int i = 0; i < 4; i += 2) add_weighed(sum, all[i], all[i + 1], weights_of(group, part * 4 + i, held));
+    for (int half = 0; half < 2; half++) {
+      sum[half] = fmaf(__int_as_float(max(d[2 * half] + o.x, 0)), w.x, sum[half]);
+      sum[half] = fmaf(__int_as_float(max(d[2 * half + 1] + o.y, 0)), w.y, sum[half]);
+      sum[half] = fmaf(__int_as_float(max(e[2 * half] + o.z, 0)), w.z, sum[half]);
+      sum[half] = fmaf(__int_as_float(max(e[2 * half + 1] + o.w, 0)), w.w, sum[half]);
+    }
   }
 
   // The same of the heads of rows FIRST to LAST.
-  template <int FIRST, int LAST>
-  __device__ __forceinline__ void weigh(int group, float (&d)[(LAST - FIRST) * HEADS / 8][4], float (&held)[N / 4],
+  template <int FIRST, int LAST, typename Sum>
+  __device__ __forceinline__ void weigh(int group, Sum (&d)[(LAST - FIRST) * HEADS / 8][4], const Held& held,
                                         float (&sum)[LAST - FIRST][2]) const {
     constexpr int EACH = HEADS / 8;
 #pragma unroll
@@ -822,12 +873,15 @@ struct Scorer {
       sum[r][0] = sum[r][1] = 0.0f;
 #pragma unroll
       for (int i = 0; i < EACH; i += 2) {
-        add_weighed(sum[r], d[r * EACH + i], d[r * EACH + i + 1], weights_of(group, (FIRST + r) * EACH + i, held));
+        int first = r * EACH + i, column = FIRST * EACH + first;
+        float4 w = weights_of(group, column, held);
+        if constexpr (FP4) add_weighed(sum[r], d[first], d[first + 1], w, offsets_of(group, column, held));
+        else add_weighed(sum[r], d[first], d[first + 1], w);
       }
     }
   }
 
-  // This lane's heads of a row for one key, number by number: for keys and queries that float16 does not hold.
+  // This lane's heads of a row for one key, number by number: for keys and queries that groups do not hold.
   __device__ __forceinline__ float add_plainly(const unsigned char* page, int token, int row) const {
     const unsigned char* key = page + token * Element::BYTES;
     const unsigned char* codes = page + PAGE * Element::BYTES + token * 4;
@@ -861,7 +915,6 @@ struct Scorer {
                                         float scale) const {
     constexpr int SOME = LAST - FIRST;
     u32 half = lane() % 2, odd = lane() / 2 % 2;
-    float factor = 0.5f * scale;
     float one[SOME];
 #pragma unroll
     for (int r = 0; r < SOME; r++) {
@@ -869,7 +922,7 @@ struct Scorer {
       one[r] += __shfl_xor_sync(EVERY, half ? sum[r][0] : sum[r][1], 1);
     }
     if constexpr (SOME == 1) {
-      put(unit, rows.out, (one[0] + __shfl_xor_sync(EVERY, one[0], 2)) * factor, rows.left[0]);
+      put(unit, rows.out, (one[0] + __shfl_xor_sync(EVERY, one[0], 2)) * scale, rows.left[0]);
     } else {
 #pragma unroll
       for (int r = 0; r < SOME; r += 2) {
@@ -877,26 +930,8 @@ struct Scorer {
         mine += __shfl_xor_sync(EVERY, odd ? one[r] : one[r + 1], 2);
         char* out = rows.out;
         if (FIRST + r > 0) out += (FIRST + r) * p.out_row * (p.out_bf16 ? 2 : 4);
-        put(unit, out, mine * factor, rows.left[(FIRST + r) / 2]);
+        put(unit, out, mine * scale, rows.left[(FIRST + r) / 2]);
       }
-    }
-  }
-
-  // Stores again what products cannot hold, of a lane's two keys.
-  __device__ __forceinline__ void store_plainly(int group, const Unit& unit, const bool (&plainly)[2]) const {
-    if (unit.page < 0) return;
-    const unsigned char* page = p.cache + unit.page * p.cache_page;
-    __syncwarp();  // behind what was stored before
-#pragma unroll 1
-    for (int i = 0; i < 2 * ROWS; i++) {
-      int row = unit.row / ROWS * ROWS + i / 2, key = key_of(lane() / 4, i % 2);
-      bool mine = i % 2 ? plainly[1] : plainly[0];
-      if (!__any_sync(EVERY, mine)) continue;
-      float sum = add_plainly(page, key, row);
-      sum += __shfl_xor_sync(EVERY, sum, 1);
-      sum += __shfl_xor_sync(EVERY, sum, 2);
-      char* out = static_cast<char*>(p.out) + (row * p.out_row + key) * (p.out_bf16 ? 2 : 4);
-      if (lane() % 4 == 0 && mine) put(unit, out, sum * 0.5f, m.keys[set_of(group)][i / 2] - key);
     }
   }
 
