@@ -208,9 +208,13 @@ def test_a_rank_scores_its_share(index: str, by: tuple[str, float]) -> None:
     right(IndexerSpec(index=POW2, dcp=dcp), (65, 3, 200), by=by)
 
 
+#: Requests with room for a million keys in all, the last of which are dealt out to blocks that are early.
+DEALT = [((40000, 100, 20000, *range(100, 129)), rows) for rows in (1, 2)]
+
+
 @pytest.mark.parametrize(
     ("lengths", "rows"),
-    [(tuple(range(1, 700)), 1), (tuple(range(8, 300)), 4), ((40000, 100, 20000), 1), ((0, 70), 1)],
+    [(tuple(range(1, 700)), 1), (tuple(range(8, 300)), 4), ((40000, 100, 20000), 1), ((0, 70), 1), *DEALT],
 )
 @pytest.mark.parametrize("by", [EXACT, SUM])
 def test_shares_end_anywhere(lengths: tuple[int, ...], rows: int, by: tuple[str, float]) -> None:

@@ -27,8 +27,9 @@ ADDRESSES, NUMBERS = 9, "10q 11i 4x"
 PAGE = 64
 #: Rows that four warps know.
 SOME = 128
-#: Keys of a request from which on the last of all are dealt out to blocks that are early: rows change more often then.
-DEALT = 32768
+#: Keys of a request, and those of all together, from which on the last of all are dealt out to blocks that are early.
+#: Rows change more often then, which costs more than it gains where each block has few pages.
+DEALT, DEALT_IN_ALL = 32768, 1 << 20
 #: Kinds of rows, ``enum class Rows`` of ``scores.cuh`` -> how their kernels' names end.
 KINDS = {"one": "_one", "some": "", "many": "_many"}
 #: Where the cache stands among the operands, and what its address is a multiple of.
@@ -219,7 +220,7 @@ class Scorer:
         kind = self.ring.kind(q.shape[0], table.shape[0])
         kind = kind if kind in self.launches else "many"
         self.launch = self.launches[kind]
-        self.dealt = kind == "some" and room >= DEALT
+        self.dealt = kind == "some" and room >= DEALT and table.shape[0] * room >= DEALT_IN_ALL
         self.parameters.tell(
             *q.stride()[:2],
             *q_scale.stride()[:2],
