@@ -94,7 +94,6 @@ struct Bytes {
   };
 
   // Where lanes' kept values stand: in order.
-  static constexpr u32 HIGH = 8, LOW = 4, OTHER = 16;
   static __device__ __forceinline__ int kept(int block, int w) { return 64 * block + 16 * w; }
   static __device__ __forceinline__ int among(int g) { return g; }
 
@@ -142,20 +141,18 @@ struct Nvfp4 {
   static constexpr int BYTES = 352, STRIDE = 352;
   static __device__ __forceinline__ int key_of(int g) { return ::key_of(g); }
 
-  // A thread has 32 neighbouring numbers of 128, sixteen a block; of a word's eight, those of low nibbles are a step and
-  // those of high ones another, as pairs (n, n + 2).
+  // A thread has 32 neighbouring numbers of 128, sixteen a block; of a word's eight, the lower four are a step and the
+  // higher four another, those of low nibbles before those of high ones, as pairs (n, n + 2).
   static __device__ __forceinline__ int position(int e) {
     if (e >= LATENT) return LATENT + byte_position(e - LATENT);
-    int t = e >> 5 & 3, step = 2 * (e >> 3 & 1) + (e & 1);
-    return (e >> 7) * 128 + (e >> 4 & 1) * 64 + step * 16 + (e >> 2 & 1) * 8 + 2 * t + (e >> 1 & 1);
+    int t = e >> 5 & 3, step = e >> 2 & 3;
+    return (e >> 7) * 128 + (e >> 4 & 1) * 64 + step * 16 + (e & 1) * 8 + 2 * t + (e >> 1 & 1);
   }
 
-  // Of eight neighbouring latents that S takes as one thread's words, number L is kept at 4 (L & 1) + L / 2: of lanes
-  // whose numbers are neighbours, the higher and the lower bit of four, and the bit of the other four.
-  static constexpr u32 HIGH = 4, LOW = 16, OTHER = 8;
-  // Where kept latents of block `block` begin that the lanes of a warp have in their outputs.
+  // Where latents of block `block` begin that S takes as one thread's words and that warp w has in its outputs, and which
+  // of these eight lane g has.
   static __device__ __forceinline__ int kept(int block, int w) { return (block >> 1) * 128 + w * 32 + (block & 1) * 16; }
-  static __device__ __forceinline__ int among(int g) { return 4 * (g >> 1 & 1) + 2 * (g & 1) + (g >> 2); }
+  static __device__ __forceinline__ int among(int g) { return (g & 4) | (g & 1) << 1 | (g >> 1 & 1); }
 
   struct Keys {
     const unsigned char* row;
@@ -196,15 +193,17 @@ struct Nvfp4 {
   template <int STEPS>
   static __device__ __forceinline__ void decode_nibbles(u32 (&a)[STEPS][4], uint4 l, uint4 h, const u32 (&scales)[2], int which,
                                                         int first) {
+    static_assert(STEPS % 2 == 0, "a word is two steps");
 #pragma unroll
-    for (int s = 0; s < STEPS; ++s) {
+    for (int s = 0; s < STEPS; s += 2) {
       int word = 2 * which + (first + s >> 1);
-      bool odd = first + s & 1;
       u32 x = word_of(l, word), y = word_of(h, word);
-      halves_of(a[s][0], a[s][2], odd ? bytes_of_high(x) : bytes_of_low(x));
-      halves_of(a[s][1], a[s][3], odd ? bytes_of_high(y) : bytes_of_low(y));
+      halves_of(a[s][0], a[s + 1][0], bytes_of_low(x));
+      halves_of(a[s][1], a[s + 1][1], bytes_of_low(y));
+      halves_of(a[s][2], a[s + 1][2], bytes_of_high(x));
+      halves_of(a[s][3], a[s + 1][3], bytes_of_high(y));
 #pragma unroll
-      for (int i = 0; i < 4; ++i) a[s][i] = times(a[s][i], scales[i & 1]);
+      for (int i = 0; i < 8; ++i) a[s + i / 4][i % 4] = times(a[s + i / 4][i % 4], scales[i & 1]);
     }
   }
 
