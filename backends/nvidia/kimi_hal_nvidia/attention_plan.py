@@ -98,10 +98,10 @@ def _one(name: str, number: int, heads: int, times: Times, threads: int = 384) -
 
 
 #: Of ``pair``, two blocks of one warpgroup share a multiprocessor; in ``48`` three warpgroups have one, in the others
-#: two; ``few`` has a part's keys at once, or in two turns.
+#: two; ``few`` has a part's keys at once.
 FORMS = (
     _one("16", 1, 16, Times(tile=1.3, whole=0.95, cut=5.2, meeting=5.75, added=1.05, held=1.35)),
-    _one("32", 2, 32, Times(tile=1.6, whole=3.0, cut=11.0, meeting=5.0, added=0.6, held=5.1)),
+    _one("32", 2, 32, Times(tile=1.6, whole=3.0, cut=8.6, meeting=5.0, added=0.6, held=5.1)),
     replace(
         _one(
             "48", 3, 48, Times(tile=1.75, whole=3.0, cut=24.0, meeting=9.5, added=3.1, held=4.0), threads=512
@@ -110,7 +110,7 @@ FORMS = (
         relayed=True,
     ),
     Form("pair", 4, 16, 256, 2, 16, Times(2.37, 1.0, 9.0), Times(2.65, 0.0, 10.3), Times(1.92, 1.0, 7.6)),
-    replace(_one("few", 5, 16, Times(tile=1.9, whole=2.5, cut=3.2), threads=512), most=4, doubled=True),
+    replace(_one("few", 5, 16, Times(tile=1.9, whole=2.5, cut=3.2), threads=512), most=2, doubled=True),
 )
 #: Tiles of latents whose nibbles are decoded take longer.
 NIBBLES = {"16": 1.12, "pair": 1.45}

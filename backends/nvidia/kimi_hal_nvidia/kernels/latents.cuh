@@ -93,9 +93,10 @@ struct Bytes {
     }
   };
 
-  // Where lanes' kept values stand: in order.
-  static __device__ __forceinline__ int kept(int block, int w) { return 64 * block + 16 * w; }
-  static __device__ __forceinline__ int among(int g) { return g; }
+  // Which latent is number `at` of a block, of the 64 that stand in the contraction.
+  static __device__ __forceinline__ int latent(int block, int at) {
+    return 64 * block + ((at & 6) << 3 | (at & 48) >> 2 | (at & 8) >> 2 | at & 1);
+  }
 
   // Of 16 keys, this thread's four; COUNT latents, 16 or 8, from COUNT · `chunk` on. Tile i of the rows holds latents 2 i
   // and 2 i + 1.
@@ -149,10 +150,10 @@ struct Nvfp4 {
     return (e >> 7) * 128 + (e >> 4 & 1) * 64 + step * 16 + (e & 1) * 8 + 2 * t + (e >> 1 & 1);
   }
 
-  // Where latents of block `block` begin that S takes as one thread's words and that warp w has in its outputs, and which
-  // of these eight lane g has.
-  static __device__ __forceinline__ int kept(int block, int w) { return (block >> 1) * 128 + w * 32 + (block & 1) * 16; }
-  static __device__ __forceinline__ int among(int g) { return (g & 4) | (g & 1) << 1 | (g >> 1 & 1); }
+  // Which latent is number `at` of a block, of the 64 that stand in the contraction.
+  static __device__ __forceinline__ int latent(int block, int at) {
+    return (block >> 1) * 128 + (block & 1) * 16 + ((at & 6) << 4 | (at & 48) >> 2 | (at & 1) << 1 | at >> 3 & 1);
+  }
 
   struct Keys {
     const unsigned char* row;

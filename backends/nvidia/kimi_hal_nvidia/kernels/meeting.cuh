@@ -135,9 +135,9 @@ struct Units {
   }
 };
 
-// Add all parts of an item's outputs, in their order, and write them: units `first` and every `step`-th, of which the first
-// are on their way.
-template <typename S>
+// Add all parts of an item's outputs, in their order, and write them: units `first` and every `step`-th. The first are on their way
+// where they were ASKED for.
+template <typename S, bool ASKED>
 __device__ __forceinline__ void add_partials(Units<S>& units, const Shares<S>& shares, const Attention& a, const Item<S>& item,
                                              const Partials<S>& partials, int first, int step) {
   using U = Units<S>;
@@ -147,7 +147,7 @@ __device__ __forceinline__ void add_partials(Units<S>& units, const Shares<S>& s
     float o[U::TOGETHER][2][4] = {};
 #pragma unroll 1
     for (int part = 0; part < a.parts; part += U::AT_ONCE) {
-      if (unit != first || part != 0) units.read(a, item, partials, part, unit, step);
+      if (!ASKED || unit != first || part != 0) units.read(a, item, partials, part, unit, step);
 #pragma unroll
       for (int b = 0; b < U::AT_ONCE; ++b) {
 #pragma unroll
@@ -202,5 +202,5 @@ __device__ __forceinline__ void leave_item(Part<S>& part, Room<S>& room, const A
   units.read(a, item, partials, 0, 0, 1);
   if (lane() < S::HEADS) share_partials<S>(shares, a, item, one, lane(), warp() == 0);
   __syncwarp();
-  add_partials<S>(units, shares, a, item, partials, 0, 1);
+  add_partials<S, true>(units, shares, a, item, partials, 0, 1);
 }

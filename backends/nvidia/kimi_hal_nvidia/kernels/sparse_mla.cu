@@ -407,17 +407,6 @@ struct Part {
   float base[S::PAIRS], total[S::PAIRS];  // base: the reference; -inf: none yet, +inf: a logit was
 };
 
-// Keep a block of two keys' values, as they are multiplied, for O.
-__device__ __forceinline__ void keep_values(unsigned char* block, const u32 (&a)[4][4]) {
-  int row = 16 * (warp() & 3) + (lane() >> 2), t = lane() & 3;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {  // key i mod 2, half i / 2 of its sixteen latents
-    const auto &x = a[i & 2], &y = a[i & 2 | 1];
-    *reinterpret_cast<uint4*>(block + place(row + 8 * (i & 1), 16 * t + 4 * (i & 2))) =
-        make_uint4(x[i & 1], x[2 + (i & 1)], y[i & 1], y[2 + (i & 1)]);
-  }
-}
-
 // Keep a step of S's operand for O: of a lane's row of sixteen keys eight values, in the contraction's order.
 __device__ __forceinline__ void keep_step(u32 at, const u32 (&a)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a[0]), "r"(a[1]), "r"(a[2]),
