@@ -48,16 +48,23 @@ __device__ __forceinline__ void leave_outputs(const Part<S>& part, const Partial
 }
 
 // Of one thread, behind what is to be seen: `count` more parts of an item are left by warp `who`. True if none is missing;
-// then all of them can be read, and the word is as before the launch.
+// then all of them can be read, and the word is as before the launch. Where all others are there already, nobody is told: what
+// this warp left need not be seen by anybody else, which would take as long again.
 __device__ __forceinline__ bool arrives_last(const Attention& a, int item, int who, int count) {
   u64 *word = a.arrived + item, had;
-  asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;"
-               : "=l"(had)
-               : "l"(word), "l"(static_cast<u64>(count) << 8 * who)
-               : "memory");
-  bool last = static_cast<int>(had >> 8 * who & 255) + count == a.parts;
-  if (last) atomicAdd(word, 0 - (static_cast<u64>(a.parts) << 8 * who));
-  return last;
+  auto others = [&] { return static_cast<int>(had >> 8 * who & 255); };
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(had) : "l"(word) : "memory");
+  bool last = others() + count == a.parts;
+  if (!last) {
+    asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;"
+                 : "=l"(had)
+                 : "l"(word), "l"(static_cast<u64>(count) << 8 * who)
+                 : "memory");
+    if (others() + count != a.parts) return false;
+    had += static_cast<u64>(count) << 8 * who;
+  }
+  atomicAdd(word, 0 - (static_cast<u64>(others()) << 8 * who));
+  return true;
 }
 
 // What the parts of an item are multiplied by, head by head, and their sum: of a relay the one includes the other. Parts that
