@@ -120,10 +120,12 @@ struct Units {
   static constexpr int AT_ONCE = Shares<S>::AT_ONCE, TOGETHER = S::RELAYED ? 2 : 4;  // parts and units
   static constexpr int OF_HEAD = Partials<S>::EACH / S::PAIRS / 2, COUNT = Partials<S>::EACH / 2;
   static_assert(COUNT % (TOGETHER * (S::RELAYED ? S::GROUPS : 1)) == 0, "no unit is left over");
+  static constexpr bool OWN = !S::RELAYED && COUNT == TOGETHER;  // this block's last part is still in registers
   float4 v[AT_ONCE][TOGETHER][2];
 
   // Of parts from `part` on units `unit` and every `step`-th behind it.
-  __device__ __forceinline__ void read(const Attention& a, const Item<S>& item, const Partials<S>& partials, int part, int unit, int step) {
+  __device__ __forceinline__ void read(const Attention& a, const Item<S>& item, const Partials<S>& partials, const Part<S>& own, int part,
+                                       int unit, int step) {
     int heads = min(S::HEADS, a.heads - item.first_head);
 #pragma unroll
     for (int b = 0; b < AT_ONCE; ++b) {
@@ -131,10 +133,10 @@ struct Units {
       for (int u = 0; u < TOGETHER; ++u) {
         int mine = unit + u * step;
         const float4* from = partials.outputs(0) + (part + b) * Partials<S>::FOURS + 2 * mine * Partials<S>::THREADS;
-        bool there = part + b < a.parts && head_of<S>(mine / OF_HEAD) < heads;
+        bool here = OWN && part + b == item.part, there = !here && part + b < a.parts && head_of<S>(mine / OF_HEAD) < heads;
 #pragma unroll
         for (int q = 0; q < 2; ++q) {
-          v[b][u][q] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+          v[b][u][q] = here ? four_of<S>(own, OWN ? 2 * (u % COUNT) + q : 0) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
           if (there) v[b][u][q] = __ldcg(from + q * Partials<S>::THREADS);
         }
       }
@@ -146,7 +148,7 @@ struct Units {
 // where they were ASKED for.
 template <typename S, bool ASKED>
 __device__ __forceinline__ void add_partials(Units<S>& units, const Shares<S>& shares, const Attention& a, const Item<S>& item,
-                                             const Partials<S>& partials, int first, int step) {
+                                             const Partials<S>& partials, const Part<S>& own, int first, int step) {
   using U = Units<S>;
   int heads = min(S::HEADS, a.heads - item.first_head);
 #pragma unroll 1
@@ -154,7 +156,7 @@ __device__ __forceinline__ void add_partials(Units<S>& units, const Shares<S>& s
     float o[U::TOGETHER][2][4] = {};
 #pragma unroll 1
     for (int part = 0; part < a.parts; part += U::AT_ONCE) {
-      if (!ASKED || unit != first || part != 0) units.read(a, item, partials, part, unit, step);
+      if (!ASKED || unit != first || part != 0) units.read(a, item, partials, own, part, unit, step);
 #pragma unroll
       for (int b = 0; b < U::AT_ONCE; ++b) {
 #pragma unroll
@@ -206,8 +208,8 @@ __device__ __forceinline__ void leave_item(Part<S>& part, Room<S>& room, const A
   float2 one[MOST_PARTIALS];
   Units<S> units;
   if (lane() < S::HEADS) read_sums<S>(one, a, partials, lane());
-  units.read(a, item, partials, 0, 0, 1);
+  units.read(a, item, partials, part, 0, 0, 1);
   if (lane() < S::HEADS) share_partials<S>(shares, a, item, one, lane(), warp() == 0);
   __syncwarp();
-  add_partials<S, true>(units, shares, a, item, partials, 0, 1);
+  add_partials<S, true>(units, shares, a, item, partials, part, 0, 1);
 }

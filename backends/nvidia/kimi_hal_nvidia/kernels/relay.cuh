@@ -462,7 +462,7 @@ __device__ __forceinline__ void add_relayed(Room<S>& room, const Attention& a, c
   }
   workers_meet<S>();
   Units<S> units;
-  add_partials<S, false>(units, room.shares, a, item, partials, warp() >> 2, S::GROUPS);
+  add_partials<S, false>(units, room.shares, a, item, partials, Part<S>(), warp() >> 2, S::GROUPS);
 }
 
 // Compute all tiles.
