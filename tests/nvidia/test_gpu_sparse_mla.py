@@ -107,10 +107,9 @@ def test_it_errs_by_no_more_than_its_output_s_rounding(
 #: Keys of a row, parts that they are cut into, rows.
 FEW = [
     (2048, 16, 7),
-    (3000, 16, 2),
-    (2048, 8, 15),
-    (4096, 16, 5),
-    (1024, 8, 15),
+    (1500, 16, 2),
+    (1000, 8, 15),
+    (300, 4, 31),
     (512, 4, 31),
     (200, 2, 40),
     (128, 1, 133),

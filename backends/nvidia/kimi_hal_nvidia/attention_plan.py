@@ -33,6 +33,7 @@ class Times:
         meeting: of a block whose parts meet in memory.
         added: of each part that it leaves there.
         held: of each part a multiprocessor that all blocks leave there, one at least, before the last one is added.
+        sums: of each part of a row that is added to the others.
     """
 
     tile: float
@@ -41,6 +42,7 @@ class Times:
     meeting: float = 0.0
     added: float = 0.0
     held: float = 0.0
+    sums: float = 0.0
 
     def of(self, tiles: int, parts: int) -> float:
         """Return how long a part of a row takes."""
@@ -98,22 +100,20 @@ def _one(name: str, number: int, heads: int, times: Times, threads: int = 384) -
 
 
 #: Of ``pair``, two blocks of one warpgroup share a multiprocessor; in ``48`` three warpgroups have one, in the others
-#: two; ``few`` has a part's keys at once, or in two turns.
+#: two; ``few`` has a part's keys at once.
 FORMS = (
-    _one("16", 1, 16, Times(tile=1.3, whole=0.95, cut=5.2, meeting=5.75, added=1.05, held=1.35)),
-    _one("32", 2, 32, Times(tile=1.6, whole=3.0, cut=11.0, meeting=5.0, added=0.6, held=5.1)),
+    _one("16", 1, 16, Times(1.3, 0.2, 5.0, meeting=1.5, added=1.0, held=1.45, sums=0.5)),
+    _one("32", 2, 32, Times(1.6, 11.2, 10.3, meeting=4.1, added=0.8, held=3.7, sums=0.7)),
     replace(
-        _one(
-            "48", 3, 48, Times(tile=1.75, whole=3.0, cut=24.0, meeting=9.5, added=3.1, held=4.0), threads=512
-        ),
+        _one("48", 3, 48, Times(1.75, 15.3, 22.3, meeting=14.2, added=3.1, held=0.8), threads=512),
         parts=8,
         relayed=True,
     ),
-    Form("pair", 4, 16, 256, 2, 16, Times(2.37, 1.0, 9.0), Times(2.65, 0.0, 10.3), Times(1.92, 1.0, 7.6)),
-    replace(_one("few", 5, 16, Times(tile=1.9, whole=2.5, cut=3.2), threads=512), most=4, doubled=True),
+    Form("pair", 4, 16, 256, 2, 16, Times(2.37, 1.0, 9.0), Times(2.6, 0.0, 10.3), Times(1.92, 1.0, 7.6)),
+    replace(_one("few", 5, 16, Times(tile=1.9, whole=2.5, cut=3.2), threads=512), most=2, doubled=True),
 )
 #: Tiles of latents whose nibbles are decoded take longer.
-NIBBLES = {"16": 1.12, "pair": 1.45}
+NIBBLES = {"16": 1.05, "32": 1.3, "pair": 1.45}
 #: Microseconds before the first round is at work.
 START = 5.0
 #: How much longer than the best, by these figures, a way may be expected to take that ``kimi-hal bench --tune`` tries.
@@ -173,7 +173,7 @@ def cost(spec: SparseMLASpec, limits: Limits, way: Way) -> float:
         every, times = items * parts, form.times
         dealt = -(-every // PROCESSORS)
         took = dealt * (-(-tiles(spec) // parts) * times.tile + times.added)
-        return START + times.meeting + took + max(1.0, every / PROCESSORS) * times.held
+        return START + times.meeting + took + max(1.0, every / PROCESSORS) * times.held + parts * times.sums
     room = CLUSTERS[parts] * form.there
     full, rest = divmod(items, room)
     last = form.alone if rest <= CLUSTERS[parts] else form.last

@@ -29,6 +29,21 @@ __device__ __forceinline__ u32 times(u32 pair, u32 scale) {
   return product;
 }
 
+// The same by one number of a pair, the lower or the UPPER one, which an instruction takes from there.
+template <bool UPPER>
+__device__ __forceinline__ u32 times_one(u32 pair, u32 two) {
+  u32 product;
+  if constexpr (UPPER)
+    asm("{\n.reg .b16 l, h;\n.reg .b32 s;\nmov.b32 {l, h}, %2;\nmov.b32 s, {h, h};\nmul.rn.f16x2 %0, %1, s;\n}"
+        : "=r"(product)
+        : "r"(pair), "r"(two));
+  else
+    asm("{\n.reg .b16 l, h;\n.reg .b32 s;\nmov.b32 {l, h}, %2;\nmov.b32 s, {l, l};\nmul.rn.f16x2 %0, %1, s;\n}"
+        : "=r"(product)
+        : "r"(pair), "r"(two));
+  return product;
+}
+
 // Where the keys of a lane's two rows of 16 stand: neighbours of a phase of a load lie two rows apart, eight lanes' keys
 // in different banks.
 __device__ __forceinline__ int key_of(int g) { return (g & 4) | (g & 1) << 1 | (g >> 1 & 1); }
@@ -93,10 +108,10 @@ struct Bytes {
     }
   };
 
-  // Where lanes' kept values stand: in order.
-  static constexpr u32 HIGH = 8, LOW = 4, OTHER = 16;
-  static __device__ __forceinline__ int kept(int block, int w) { return 64 * block + 16 * w; }
-  static __device__ __forceinline__ int among(int g) { return g; }
+  // Which latent is number `at` of a block, of the 64 that stand in the contraction.
+  static __device__ __forceinline__ int latent(int block, int at) {
+    return 64 * block + ((at & 6) << 3 | (at & 48) >> 2 | (at & 8) >> 2 | at & 1);
+  }
 
   // Of 16 keys, this thread's four; COUNT latents, 16 or 8, from COUNT · `chunk` on. Tile i of the rows holds latents 2 i
   // and 2 i + 1.
@@ -142,20 +157,18 @@ struct Nvfp4 {
   static constexpr int BYTES = 352, STRIDE = 352;
   static __device__ __forceinline__ int key_of(int g) { return ::key_of(g); }
 
-  // A thread has 32 neighbouring numbers of 128, sixteen a block; of a word's eight, those of low nibbles are a step and
-  // those of high ones another, as pairs (n, n + 2).
+  // A thread has 32 neighbouring numbers of 128, sixteen a block; of a word's eight, the lower four are a step and the
+  // higher four another, those of low nibbles before those of high ones, as pairs (n, n + 2).
   static __device__ __forceinline__ int position(int e) {
     if (e >= LATENT) return LATENT + byte_position(e - LATENT);
-    int t = e >> 5 & 3, step = 2 * (e >> 3 & 1) + (e & 1);
-    return (e >> 7) * 128 + (e >> 4 & 1) * 64 + step * 16 + (e >> 2 & 1) * 8 + 2 * t + (e >> 1 & 1);
+    int t = e >> 5 & 3, step = e >> 2 & 3;
+    return (e >> 7) * 128 + (e >> 4 & 1) * 64 + step * 16 + (e & 1) * 8 + 2 * t + (e >> 1 & 1);
   }
 
-  // Of eight neighbouring latents that S takes as one thread's words, number L is kept at 4 (L & 1) + L / 2: of lanes
-  // whose numbers are neighbours, the higher and the lower bit of four, and the bit of the other four.
-  static constexpr u32 HIGH = 4, LOW = 16, OTHER = 8;
-  // Where kept latents of block `block` begin that the lanes of a warp have in their outputs.
-  static __device__ __forceinline__ int kept(int block, int w) { return (block >> 1) * 128 + w * 32 + (block & 1) * 16; }
-  static __device__ __forceinline__ int among(int g) { return 4 * (g >> 1 & 1) + 2 * (g & 1) + (g >> 2); }
+  // Which latent is number `at` of a block, of the 64 that stand in the contraction.
+  static __device__ __forceinline__ int latent(int block, int at) {
+    return (block >> 1) * 128 + (block & 1) * 16 + ((at & 6) << 4 | (at & 48) >> 2 | (at & 1) << 1 | at >> 3 & 1);
+  }
 
   struct Keys {
     const unsigned char* row;
@@ -177,34 +190,37 @@ struct Nvfp4 {
     }
   };
 
-  // The scale of block `block` of a row, twice.
-  static __device__ __forceinline__ u32 factor(uint4 codes, int block) {
-    u32 four = block & 1 ? (block < 4 ? codes.z : codes.w) : (block < 4 ? codes.x : codes.y);
+  // The scales of block `block` of both rows.
+  static __device__ __forceinline__ u32 factors(const uint4 (&codes)[2], int block) {
+    int word = 2 * (block & 1) + (block >> 2);
     u32 at = (block & 2) + (lane() >> 1 & 1);  // byte 2 j + t / 2, j = block / 2
-    return scales_of(__byte_perm(four, 0, at * 0x11));
+    return scales_of(__byte_perm(word_of(codes[0], word), word_of(codes[1], word), at * 0x11 + 0x40));
   }
 
   template <int STEPS>
   static __device__ __forceinline__ void decode(u32 (&a)[STEPS][4], uint4 l, uint4 h, const uint4 (&scale)[2], int block,
                                                 int first) {
     if (block == BLOCKS - 1) return decode_bytes(a, l, h, first);
-    u32 scales[2] = {factor(scale[0], block), factor(scale[1], block)};
-    decode_nibbles(a, l, h, scales, block & 1, first);
+    decode_nibbles(a, l, h, factors(scale, block), block & 1, first);
   }
 
   // The same of the first or second of two blocks, with scales of both keys.
   template <int STEPS>
-  static __device__ __forceinline__ void decode_nibbles(u32 (&a)[STEPS][4], uint4 l, uint4 h, const u32 (&scales)[2], int which,
-                                                        int first) {
+  static __device__ __forceinline__ void decode_nibbles(u32 (&a)[STEPS][4], uint4 l, uint4 h, u32 scales, int which, int first) {
+    static_assert(STEPS % 2 == 0, "a word is two steps");
 #pragma unroll
-    for (int s = 0; s < STEPS; ++s) {
+    for (int s = 0; s < STEPS; s += 2) {
       int word = 2 * which + (first + s >> 1);
-      bool odd = first + s & 1;
       u32 x = word_of(l, word), y = word_of(h, word);
-      halves_of(a[s][0], a[s][2], odd ? bytes_of_high(x) : bytes_of_low(x));
-      halves_of(a[s][1], a[s][3], odd ? bytes_of_high(y) : bytes_of_low(y));
+      halves_of(a[s][0], a[s + 1][0], bytes_of_low(x));
+      halves_of(a[s][1], a[s + 1][1], bytes_of_low(y));
+      halves_of(a[s][2], a[s + 1][2], bytes_of_high(x));
+      halves_of(a[s][3], a[s + 1][3], bytes_of_high(y));
 #pragma unroll
-      for (int i = 0; i < 4; ++i) a[s][i] = times(a[s][i], scales[i & 1]);
+      for (int i = 0; i < 8; i += 2) {
+        u32 &one = a[s + i / 4][i % 4], &other = a[s + i / 4][i % 4 + 1];
+        one = times_one<false>(one, scales), other = times_one<true>(other, scales);
+      }
     }
   }
 
@@ -225,8 +241,7 @@ struct Nvfp4 {
     __device__ __forceinline__ void begin() { read(0, 0), read(1, 1), read_two(0); }
     __device__ __forceinline__ void take(u32 (&a)[4][4], int which, int block) {
       if (which == 0 && block == BLOCKS - 1) return decode_bytes(a, low, high, 0);
-      u32 factors[2] = {scales_of(code[which][0] * 0x101), scales_of(code[which][1] * 0x101)};
-      decode_nibbles(a, low, high, factors, which, 0);
+      decode_nibbles(a, low, high, scales_of(code[which][0] | code[which][1] << 8), which, 0);
       read(which, block + 2);
       if (which) read_two(block + 1);
     }

@@ -455,9 +455,14 @@ __device__ __forceinline__ void add_relayed(Room<S>& room, const Attention& a, c
   if (threadIdx.x == 0) room.raised[0] = arrives_last(a, item.number, 0, 1);
   workers_meet<S>();
   if (!room.raised[0]) return;
-  if (threadIdx.x < S::HEADS) share_partials<S>(room.shares, a, item, partials, threadIdx.x, true);
+  if (threadIdx.x < S::HEADS) {
+    float2 one[MOST_PARTIALS];
+    read_sums<S>(one, a, partials, threadIdx.x);
+    share_partials<S>(room.shares, a, item, one, threadIdx.x, true);
+  }
   workers_meet<S>();
-  add_partials<S>(room.shares, a, item, partials, warp() >> 2, S::GROUPS);
+  Units<S> units;
+  add_partials<S, false>(units, room.shares, a, item, partials, Part<S>(), warp() >> 2, S::GROUPS);
 }
 
 // Compute all tiles.

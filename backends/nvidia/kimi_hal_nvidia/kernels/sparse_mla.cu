@@ -90,6 +90,7 @@ template <typename S, bool RELAYED = S::RELAYED>
 struct Room {
   __align__(1024) unsigned char q[BLOCKS][S::HEADS * 128];
   unsigned char p[S::GROUPS][2][S::HEADS * 128];
+  unsigned char more[S::APART && !S::KEPT ? sizeof p : 0];  // beside `p`, where outputs are exchanged
   __align__(1024) unsigned char kept[S::GROUPS][S::KEPT ? LATENT / 64 * KEYS * 128 : 0];
   __align__(128) unsigned char keys[S::DEPTH][KEYS * S::Format::STRIDE];
   float factor[S::HEADS];
@@ -398,22 +399,19 @@ __device__ __forceinline__ void take_queries(Room<S>& room, const Attention& a, 
 }
 
 // What a warpgroup has of its tiles: outputs, and by head a reference and the sum of this thread's keys. `o[i]` holds
-// latents 16 (8 w + g) + 2 i + (0, 1) by heads 8 j + 2 t + (0, 1), w the warp.
+// latents 16 (8 w + g) + 2 i + (0, 1) by heads 8 j + 2 t + (0, 1), w the warp; where values are kept, latents
+// 128 (i / 2) + 32 (g / 2) + 16 (i mod 2) + 4 w + 2 (g mod 2) + (0, 1).
 template <typename S>
 struct Part {
   float o[S::TALL][S::HEADS / 8][4];
   float base[S::PAIRS], total[S::PAIRS];  // base: the reference; -inf: none yet, +inf: a logit was
 };
 
-// Keep a block of two keys' values, as they are multiplied, for O.
-__device__ __forceinline__ void keep_values(unsigned char* block, const u32 (&a)[4][4]) {
-  int row = 16 * (warp() & 3) + (lane() >> 2), t = lane() & 3;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {  // key i mod 2, half i / 2 of its sixteen latents
-    const auto &x = a[i & 2], &y = a[i & 2 | 1];
-    *reinterpret_cast<uint4*>(block + place(row + 8 * (i & 1), 16 * t + 4 * (i & 2))) =
-        make_uint4(x[i & 1], x[2 + (i & 1)], y[i & 1], y[2 + (i & 1)]);
-  }
+// Keep a step of S's operand for O: of a lane's row of sixteen keys eight values, in the contraction's order.
+__device__ __forceinline__ void keep_step(u32 at, const u32 (&a)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a[0]), "r"(a[1]), "r"(a[2]),
+               "r"(a[3])
+               : "memory");
 }
 
 template <typename S>
@@ -464,7 +462,7 @@ __device__ __forceinline__ void scores_kept(float (&s)[2][4], Part<S>& part, con
   typename S::Format::Keys keys(tile, key);
   keys.read(0);
   Block before = alike(block_at(kept));
-  u32 a[2][4][4];
+  u32 own = shared_address(kept) + place(16 * (warp() & 3) + (lane() & 15), lane() >> 4 << 3), a[2][4][4];
   float more[2][2][4];
   auto add_two = [&](int n) {
     tall_begin();
@@ -488,7 +486,10 @@ __device__ __forceinline__ void scores_kept(float (&s)[2][4], Part<S>& part, con
       meet(group);
       if (adds) add_two(n + 2);
     }
-    if (n < LATENT / 64) keep_values(kept + n * KEYS * 128, a[n & 1]);
+    if (n < LATENT / 64) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) keep_step((own ^ 32 * i) + n * KEYS * 128, a[n & 1][i]);
+    }
     tall_begin();
 #pragma unroll
     for (int i = 0; i < 4; ++i)
@@ -758,168 +759,174 @@ __device__ __forceinline__ void scale(Part<S>& part, int c, float factor) {
   for (int i = 0; i < S::TALL; ++i) part.o[i][c / 2][c & 1] *= factor, part.o[i][c / 2][2 + (c & 1)] *= factor;
 }
 
-// Add the two warpgroups' outputs; each then has half of a thread's latents, `o[0]` to `o[3]`.
+// Add the two warpgroups' outputs; each then has half of a thread's latents, `o[0]` to `o[3]`. They go through the place of
+// what is read no more: of values that were kept all at once, of probabilities in two rounds.
 template <typename S>
 __device__ __forceinline__ void exchange(Part<S>& part, Room<S>& room, int group) {
-  constexpr int J = S::HEADS / 8;
-  float4* stage = reinterpret_cast<float4*>(room.p);  // whose probabilities nobody reads any more
-  int mine = threadIdx.x & 127;
+  constexpr int J = S::HEADS / 8, ROUND = S::KEPT ? 4 : 2;
+  static_assert(S::KEPT || sizeof room.p + sizeof room.more == ROUND * 2 * J * 128 * sizeof(float4));
+  float4* stage = reinterpret_cast<float4*>(S::KEPT ? room.kept[0] : room.p[0][0]) + (threadIdx.x & 127);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  for (int begin = 0; begin < 4; begin += ROUND) {
 #pragma unroll
-    for (int j = 0; j < J; ++j) {
-      float give[4];
+    for (int i = begin; i < begin + ROUND; ++i) {
 #pragma unroll
-      for (int n = 0; n < 4; ++n) give[n] = group ? part.o[i][j][n] : part.o[4 + i][j][n];
-      stage[(group * J + j) * 128 + mine] = make_float4(give[0], give[1], give[2], give[3]);
+      for (int j = 0; j < J; ++j) {
+        float give[4];
+#pragma unroll
+        for (int n = 0; n < 4; ++n) give[n] = group ? part.o[i][j][n] : part.o[4 + i][j][n];
+        stage[((2 * (i - begin) + group) * J + j) * 128] = make_float4(give[0], give[1], give[2], give[3]);
+      }
     }
     workers_meet<S>();
 #pragma unroll
-    for (int j = 0; j < J; ++j) {
-      float4 v = stage[((1 - group) * J + j) * 128 + mine];
-      float more[4] = {v.x, v.y, v.z, v.w};
+    for (int i = begin; i < begin + ROUND; ++i) {
 #pragma unroll
-      for (int n = 0; n < 4; ++n) part.o[i][j][n] = (group ? part.o[4 + i][j][n] : part.o[i][j][n]) + more[n];
+      for (int j = 0; j < J; ++j) {
+        float4 v = stage[((2 * (i - begin) + 1 - group) * J + j) * 128];
+        float more[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int n = 0; n < 4; ++n) part.o[i][j][n] = (group ? part.o[4 + i][j][n] : part.o[i][j][n]) + more[n];
+      }
     }
     workers_meet<S>();
   }
 }
 
-// Of KEPT outputs, lanes have neighbouring latents: give a thread four of them of one of four tiles from `o[FROM]` on,
-// as `o[FROM]` to `o[FROM + 3]`, in either half of its rows.
-template <typename S, int FROM>
-__device__ __forceinline__ void turn_four(Part<S>& part) {
-  bool high = lane() & S::Format::HIGH, low = lane() & S::Format::LOW;
-#pragma unroll
-  for (int j = 0; j < S::HEADS / 8; ++j) {
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      float v[4] = {part.o[FROM][j][n], part.o[FROM + 1][j][n], part.o[FROM + 2][j][n], part.o[FROM + 3][j][n]};
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float other = __shfl_xor_sync(EVERY, high ? v[i] : v[2 + i], S::Format::HIGH);
-        v[i] = high ? other : v[i], v[2 + i] = high ? v[2 + i] : other;
-      }
-#pragma unroll
-      for (int i = 0; i < 4; i += 2) {
-        float other = __shfl_xor_sync(EVERY, low ? v[i] : v[i + 1], S::Format::LOW);
-        v[i] = low ? other : v[i], v[i + 1] = low ? v[i + 1] : other;
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) part.o[FROM + i][j][n] = v[i];
-    }
-  }
-}
-
-// Where those begin: of rows g, and eight on of rows g + 8.
+// Of KEPT outputs a thread has two neighbouring latents of each of four blocks, and another lane the next two: give it four of
+// every other block, in the places where others have theirs.
 template <typename S>
-__device__ __forceinline__ int four_at(int first) {
-  int block = first + (lane() & S::Format::HIGH ? 2 : 0) + (lane() & S::Format::LOW ? 1 : 0);
-  return S::Format::kept(block, warp() & 3) + (lane() & S::Format::OTHER ? 4 : 0);
-}
-
-// Write four latents of each of this thread's heads and of each half of its rows.
-template <typename S, int FROM>
-__device__ __forceinline__ void write_four(const Part<S>& part, const Attention& a, const Item<S>& item, int latent) {
-  bool wide = !((reinterpret_cast<u64>(a.out) | a.out_row * 2 | a.out_head * 2) & 7);
+__device__ __forceinline__ void turn(Part<S>& part) {
+  bool odd = lane() & 4;
 #pragma unroll
   for (int c = 0; c < S::PAIRS; ++c) {
-    int j = c / 2, e = c & 1, head = item.first_head + 8 * j + 2 * (lane() & 3) + e;
-    if (head >= a.heads) continue;
+    int j = c / 2, e = c & 1;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      __nv_bfloat16* to = a.out + item.row * a.out_row + head * a.out_head + latent + 8 * half;
-      __align__(8) __nv_bfloat162 pairs[2];
+    for (int i = 0; i < 4; i += 2) {
+      auto &first = part.o[i][j], &second = part.o[i + 1][j];
 #pragma unroll
-      for (int i = 0; i < 2; ++i)
-        pairs[i] = __floats2bfloat162_rn(part.o[FROM + 2 * i][j][2 * half + e], part.o[FROM + 2 * i + 1][j][2 * half + e]);
-      if (wide) {
-        *reinterpret_cast<uint2*>(to) = *reinterpret_cast<uint2*>(pairs);
-      } else {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) to[2 * i] = pairs[i].x, to[2 * i + 1] = pairs[i].y;
+      for (int n = e; n < 4; n += 2) {
+        float own = odd ? second[n] : first[n], other = __shfl_xor_sync(EVERY, odd ? first[n] : second[n], 4);
+        first[n] = odd ? other : own, second[n] = odd ? own : other;
       }
     }
+  }
+}
+
+// Where the first four neighbouring latents begin that a thread has once its block's outputs are together, and how far behind
+// the next four are.
+template <typename S>
+constexpr int BEHIND = S::KEPT ? 128 : 4;
+template <typename S>
+__device__ __forceinline__ int latent_of(int group) {
+  int w = warp() & 3, g = lane() >> 2;
+  return S::KEPT ? 256 * group + 16 * g + 4 * w : 16 * (8 * w + g) + 8 * group;
+}
+
+// Write two fours of a head's latents, from `to` on.
+template <typename S>
+__device__ __forceinline__ void write_fours(const Attention& a, __nv_bfloat16* to, const __nv_bfloat162 (&pairs)[4]) {
+  bool wide = !((reinterpret_cast<u64>(a.out) | a.out_row * 2 | a.out_head * 2) & (S::KEPT ? 7 : 15));
+  if (wide && !S::KEPT) {
+    *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(pairs);
+  } else if (wide) {
+    *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(pairs);
+    *reinterpret_cast<uint2*>(to + BEHIND<S>) = *reinterpret_cast<const uint2*>(pairs + 2);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) to[i / 2 * BEHIND<S> + 2 * (i & 1)] = pairs[i].x, to[i / 2 * BEHIND<S> + 2 * (i & 1) + 1] = pairs[i].y;
   }
 }
 
 // Write eight latents of each of this thread's heads, those of `o[FROM]` on.
 template <typename S, int FROM>
 __device__ __forceinline__ void write(const Part<S>& part, const Attention& a, const Item<S>& item, int latent) {
-  bool wide = !((reinterpret_cast<u64>(a.out) | a.out_row * 2 | a.out_head * 2) & 15);
 #pragma unroll
   for (int c = 0; c < S::PAIRS; ++c) {
     int j = c / 2, e = c & 1, head = item.first_head + 8 * j + 2 * (lane() & 3) + e;
     if (head >= a.heads) continue;
-    __nv_bfloat16* to = a.out + item.row * a.out_row + head * a.out_head + latent;
     __align__(16) __nv_bfloat162 pairs[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) pairs[i] = __floats2bfloat162_rn(part.o[FROM + i][j][e], part.o[FROM + i][j][2 + e]);
-    if (wide) {
-      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<uint4*>(pairs);
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) to[2 * i] = pairs[i].x, to[2 * i + 1] = pairs[i].y;
-    }
+    write_fours<S>(a, a.out + item.row * a.out_row + head * a.out_head + latent, pairs);
   }
 }
 
-// What a cluster's blocks give to each of them, where the tiles were: reference and sum by part and head, then outputs
-// by part and head, as many latents as a block's share.
+// What a cluster's blocks give to each of them: by part, references and sums of heads, and rows of heads' outputs, as many
+// latents as are the block's share, which stand where the tiles' end was. What goes to another block is put together where the
+// queries were first, so that it goes there by one copy.
 template <typename S>
 struct Given {
+  static constexpr int SUMS = MOST_PARTS * S::HEADS * 8, OUTPUTS = S::HEADS * 2640;  // bytes at most, of up to MOST_PARTS
+  static_assert(offsetof(Room<S>, keys) + sizeof(Room<S>::keys) >= SUMS + 2 * OUTPUTS, "there is room for what comes and goes");
   float2* sums;
-  float* outputs;
-  int each;
-  __device__ __forceinline__ Given(Room<S>& room, int parts)
-      : sums(reinterpret_cast<float2*>(room.keys)), outputs(reinterpret_cast<float*>(sums + MOST_PARTS * S::HEADS)),
-        each((LATENT / 8 + parts - 1) / parts * 8) {}
-  // Bytes that part `rank` is given.
-  __device__ __forceinline__ u32 bytes(int parts, int rank) const {
-    return parts * S::HEADS * (max(0, min(each, LATENT - rank * each)) * 4 + 8);
-  }
+  float *outputs, *staged;
+  int parts, rank, each, rows;
+
+  __device__ __forceinline__ Given(Room<S>& room, int parts, int rank, int heads)
+      : sums(reinterpret_cast<float2*>(&room.keys) + (sizeof room.keys - SUMS - OUTPUTS) / 8),
+        outputs(reinterpret_cast<float*>(sums + SUMS / 8)), staged(reinterpret_cast<float*>(&room)), parts(parts), rank(rank),
+        each((LATENT / 8 + parts - 1) / parts * 8), rows(heads + 1 & ~1) {}
+  // Latents of a block's share, and numbers from a row to the next: eight lanes' heads are in different banks.
+  __device__ __forceinline__ int size(int to) const { return max(0, min(each, LATENT - to * each)); }
+  __device__ __forceinline__ int stride(int to) const { return size(to) + 4; }
+  // Heads 0, 2, 4, …, then 1, 3, 5, ….
+  __device__ __forceinline__ int row(int head) const { return (head & 1) * (rows >> 1) + (head >> 1); }
+  // Where block `to` has what part `from` gives to it, and where that is put together.
+  __device__ __forceinline__ float* of(int from, int to) const { return outputs + from * rows * stride(to); }
+  __device__ __forceinline__ float* staging(int to) const { return to == rank ? of(rank, to) : staged + to * rows * (each + 4); }
+  __device__ __forceinline__ u32 bytes(int to) const { return size(to) ? rows * stride(to) * 4 : 0; }
+  // Bytes that come from the others.
+  __device__ __forceinline__ u32 awaited() const { return (parts - 1) * (bytes(rank) + S::HEADS * 8); }
 };
 
-// Give eight latents of each of this thread's heads, those of `o[FROM]` on, to the block whose share they are in.
+// Put together eight latents of each of this thread's heads, those of `o[FROM]` on.
 template <typename S, int FROM>
-__device__ __forceinline__ void give(const Part<S>& part, Room<S>& room, const Given<S>& given, int rank, int latent) {
-  int to = latent / given.each;
-  u32 told = mapped(&room.given, to), base = mapped(given.outputs + (rank * S::HEADS + 2 * (lane() & 3)) * given.each + latent - to * given.each, to);
+__device__ __forceinline__ void put(const Part<S>& part, const Given<S>& given, int latent, int heads) {
+  float* at = nullptr;
+  int stride = 0;
 #pragma unroll
-  for (int c = 0; c < S::PAIRS; ++c) {
-    int j = c / 2, e = c & 1;
-    u32 at = base + (8 * j + e) * given.each * 4;
-#pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-      const auto &low = part.o[FROM + i][j], &high = part.o[FROM + i + 1][j];
-      give_four(at + 8 * i, told, make_float4(low[e], low[2 + e], high[e], high[2 + e]));
+  for (int i = 0; i < 4; i += 2) {
+    if (i == 0 || S::KEPT) {  // else they are of one share
+      int first = latent + i / 2 * BEHIND<S>, to = first / given.each;
+      at = given.staging(to) + first - to * given.each, stride = given.stride(to);
+    } else {
+      at += BEHIND<S>;
     }
-  }
-}
-
-// Give four latents of each of this thread's heads and of each half of its rows.
-template <typename S, int FROM>
-__device__ __forceinline__ void give_turned(const Part<S>& part, Room<S>& room, const Given<S>& given, int rank, int latent) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    int to = (latent + 8 * half) / given.each;
-    u32 told = mapped(&room.given, to);
-    u32 base = mapped(given.outputs + (rank * S::HEADS + 2 * (lane() & 3)) * given.each + latent + 8 * half - to * given.each,
-                      to);
 #pragma unroll
     for (int c = 0; c < S::PAIRS; ++c) {
-      int j = c / 2, e = c & 1, n = 2 * half + e;
-      give_four(base + (8 * j + e) * given.each * 4, told, make_float4(part.o[FROM][j][n], part.o[FROM + 1][j][n],
-                                                                 part.o[FROM + 2][j][n], part.o[FROM + 3][j][n]));
+      int j = c / 2, e = c & 1, head = 8 * j + 2 * (lane() & 3) + e;
+      const auto &low = part.o[FROM + i][j], &high = part.o[FROM + i + 1][j];
+      if (head < heads) *reinterpret_cast<float4*>(at + given.row(head) * stride) = make_float4(low[e], low[2 + e], high[e], high[2 + e]);
     }
   }
 }
 
-// Add what all blocks gave to this one, in their order: four latents a thread.
+// Of one thread: copy into shared memory of the cluster, and tell a barrier there.
+__device__ __forceinline__ void copy_over(u32 to, const void* from, u32 bytes, u32 told) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "r"(shared_address(from)), "r"(bytes), "r"(told)
+               : "memory");
+}
+
+// Give what is put together to the others, a block a warp.
 template <typename S>
-__device__ __forceinline__ void add_given(const Given<S>& given, const Attention& a, const Item<S>& item, int heads,
-                                          int rank) {
-  int first = rank * given.each, quads = max(0, min(given.each, LATENT - first)) / 4;
+__device__ __forceinline__ void give(Room<S>& room, const Given<S>& given) {
+  if (lane() != 0) return;
+  const float2* sums = given.sums + given.rank * S::HEADS;
+#pragma unroll 1
+  for (int to = warp(); to < given.parts; to += S::WORKERS / 32) {
+    if (to == given.rank) continue;
+    u32 told = mapped(&room.given, to), bytes = given.bytes(to);
+    copy_over(mapped(sums, to), sums, S::HEADS * 8, told);
+    if (bytes) copy_over(mapped(given.of(given.rank, to), to), given.staging(to), bytes, told);
+  }
+}
+
+// Add what all parts have for this block, in their order: four latents a thread.
+template <typename S>
+__device__ __forceinline__ void add_given(const Given<S>& given, const Attention& a, const Item<S>& item, int heads) {
+  int rank = given.rank, first = rank * given.each, quads = given.size(rank) / 4;
 #pragma unroll 1
   for (int at = threadIdx.x; at < heads * quads; at += S::WORKERS) {
     int head = at / quads, here = 4 * (at - head * quads);
@@ -931,7 +938,7 @@ __device__ __forceinline__ void add_given(const Given<S>& given, const Attention
     for (int i = 0; i < a.parts; ++i) {
       float2 one = given.sums[i * S::HEADS + head];
       float weight = exponential(one.x - subtrahend(sum.x));
-      float4 v = *reinterpret_cast<const float4*>(given.outputs + (i * S::HEADS + head) * given.each + here);
+      float4 v = *reinterpret_cast<const float4*>(given.of(i, rank) + given.row(head) * given.stride(rank) + here);
       sum.y += one.y * weight;
       o.x += v.x * weight, o.y += v.y * weight, o.z += v.z * weight, o.w += v.w * weight;
     }
@@ -974,33 +981,30 @@ __device__ __forceinline__ void write_item(Part<S>& part, const Room<S>& room, c
   int head = item.first_head + threadIdx.x;
   if (threadIdx.x < S::HEADS && head < a.heads && a.returns_lse)
     a.lse[item.row * a.lse_row + head] = lse_of(block_sum<S>(room, threadIdx.x));
-  if constexpr (S::KEPT) {
-    turn_four<S, 0>(part);
-    return write_four<S, 0>(part, a, item, four_at<S>(4 * group));
-  }
+  if constexpr (S::KEPT) turn<S>(part);
   write<S, 0>(part, a, item, latent);
   if (S::GROUPS == 1) write<S, S::TALL - 4>(part, a, item, latent + 8);
 }
 
 // Give this part of an item to the cluster's blocks, and write this block's share of the latents of all parts.
 template <typename S>
-__device__ __forceinline__ void spread(Part<S>& part, Room<S>& room, const Attention& a, const Item<S>& item, int rank,
-                                       int group, int latent) {
-  Given<S> given(room, a.parts);
-  if constexpr (S::KEPT) turn_four<S, 0>(part);
-  cluster_wait();  // tiles are read no more, and barriers are there
-  if constexpr (S::KEPT) {
-    give_turned<S, 0>(part, room, given, rank, four_at<S>(4 * group));
-  } else {
-    give<S, 0>(part, room, given, rank, latent);
-    if (S::GROUPS == 1) give<S, S::TALL - 4>(part, room, given, rank, latent + 8);
-  }
-  int to = lane() >> 1;
-  for (int head = 2 * warp() + (lane() & 1); head < S::HEADS; head += S::WORKERS / 16)
-    if (to < a.parts)
-      send(reinterpret_cast<u64*>(given.sums + rank * S::HEADS + head), to, bits_of(block_sum<S>(room, head)), &room.given);
+__device__ __forceinline__ void spread(Part<S>& part, Room<S>& room, const Attention& a, const Item<S>& item, int latent) {
+  int heads = min(S::HEADS, a.heads - item.first_head);
+  Given<S> given(room, a.parts, item.part, heads);
+  if constexpr (S::KEPT) turn<S>(part);
+  put<S, 0>(part, given, latent, heads);
+  if (S::GROUPS == 1) put<S, S::TALL - 4>(part, given, latent + 8, heads);
+  if (threadIdx.x < S::HEADS) given.sums[item.part * S::HEADS + threadIdx.x] = block_sum<S>(room, threadIdx.x);
+  publish();
+  workers_meet<S>();
+  cluster_wait();  // no block reads tiles any more, and barriers are there
+  give<S>(room, given);
+  __syncwarp();
   barrier_wait(&room.given, 0);
-  add_given<S>(given, a, item, min(S::HEADS, a.heads - item.first_head), rank);
+  cluster_arrive();
+  add_given<S>(given, a, item, heads);
+  __syncwarp();
+  cluster_wait();  // all have what this block gave, which has to stand there until then
 }
 
 #include "meeting.cuh"
@@ -1011,12 +1015,12 @@ template <typename S>
 __device__ __forceinline__ void settle(Part<S>& part, Room<S>& room, const Attention& a, const Item<S>& item, int group) {
   if (a.clustered()) cluster_arrive();
   join<S>(part, room, group);
-  int chunk = 8 * (warp() & 3) + (lane() >> 2), latent = 16 * chunk + 8 * group;
+  int latent = latent_of<S>(group);
   if (a.parts == 1) return write_item<S>(part, room, a, item, group, latent);
   if constexpr (S::LEAVES) {
     if (a.partials) return leave_item<S>(part, room, a, item);
   }
-  spread<S>(part, room, a, item, item.part, group, latent);
+  spread<S>(part, room, a, item, latent);
 }
 
 // Compute this warpgroup's tiles, part by part.
@@ -1070,7 +1074,8 @@ __device__ __forceinline__ void attend(const Attention& a) {
   } else if (a.clustered() && threadIdx.x == 32) {
     barrier_init(&room.given, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    barrier_expect(&room.given, Given<S>(room, a.parts).bytes(a.parts, part));
+    int item = a.cuts.quotient(walk.begin), first_head = (item - a.blocks.quotient(item) * a.blocks.by) * S::HEADS;
+    barrier_expect(&room.given, Given<S>(room, a.parts, part, min(S::HEADS, a.heads - first_head)).awaited());
   }
   __syncthreads();
   if (S::RELAYED && a.clustered()) cluster_arrive();
@@ -1081,7 +1086,7 @@ __device__ __forceinline__ void attend(const Attention& a) {
       if constexpr (S::RELAYED)
         cluster_wait(), cluster_arrive();
       else
-        cluster_arrive(), cluster_wait();
+        publish(), cluster_arrive(), cluster_wait(), cluster_arrive();  // others write where this one may have written zeros
     }
   } else {
     if constexpr (S::RELAYED) {
@@ -1122,9 +1127,9 @@ FEW(nvfp4_few_2, Nvfp4, 2)
 FEW(nvfp4_few_4, Nvfp4, 4)
 
 // What the launches ask for and pass.
-static_assert(sizeof(Room<fp8_16_shape>) == 223232 && sizeof(Room<fp8_32_shape>) == 211968);
+static_assert(sizeof(Room<fp8_16_shape>) == 231424 && sizeof(Room<fp8_32_shape>) == 228352);
 static_assert(sizeof(Room<fp8_pair_shape>) == 101376);
-static_assert(sizeof(Room<nvfp4_16_shape>) == 227328 && sizeof(Room<nvfp4_32_shape>) == 214016);
+static_assert(sizeof(Room<nvfp4_16_shape>) == 227328 && sizeof(Room<nvfp4_32_shape>) == 230400);
 static_assert(sizeof(Room<fp8_48_shape>) == 232448 && sizeof(Room<nvfp4_48_shape>) == 219136);
 static_assert(sizeof(Room<nvfp4_pair_shape>) == 91136);
 static_assert(sizeof(FewRoom<Fp8, 1>) == 232448 && sizeof(FewRoom<Nvfp4, 1>) == 216064);
