@@ -70,7 +70,7 @@ def summed(cell: str) -> str:
             "indexer_logits",
             scored,
             (1, 3, 4),
-            28,
+            46,
         ),
         (
             "### Scores of many rows: `nvidia.cuda_fp8_sum`",
@@ -81,7 +81,7 @@ def summed(cell: str) -> str:
             4,
         ),
         ("### Selection", SIZE, "topk_select", sizes, (1, 3, 4), 14),
-        ("### Both together", SIZE, "indexer_topk", lambda cell: f"FP8 {sizes(cell)}", (1, 2, 3), 6),
+        ("### Both together", rf"(FP8|MXFP4) {SIZE}", "indexer_topk", sizes, (1, 2, 3), 22),
     ],
     ids=["scores", "fp8 sums", "selection", "both"],
 )
@@ -201,6 +201,13 @@ MERGED = ("1 × 12", "1 × 96", "8 × 12", "64 × 12", "64 × 96", "320 × 12", 
         (PARTS, "ours", 0, "dsa_decode", "{}, 12 heads", CHAIN, "ours_ms", 1e3),
         (PARTS, "DeepGEMM .*", 0, "dsa_decode", "{}, 12 heads", CHAIN, "peer_ms", 1e3),
         (PARTS, "of their time, .*", 0, "dsa_decode", "{}, 12 heads", CHAIN, "ratio", 1),
+        *(
+            (PARTS, label, 0, "dsa_decode", "{}, 12 heads, MXFP4 index keys", CHAIN, field, scale)
+            for label, field, scale in (
+                ("ours, MXFP4 .*", "ours_ms", 1e3),
+                ("MXFP4: of their .*", "ratio", 1),
+            )
+        ),
     ],
 )
 def test_a_line_over_sizes_is_the_kept_run_s(
