@@ -229,9 +229,16 @@ def test_a_block_has_pages_of_several_requests(name: str, lengths: tuple[int, ..
 
 @pytest.mark.parametrize("scale", [255, 200, 120, 110, 30])
 @pytest.mark.parametrize("rows", [1, 2])
-def test_what_is_done_for_one_key_leaves_the_bits_of_its_neighbours(rows: int, scale: int) -> None:
+@pytest.mark.parametrize("ordinary", [None, 0, 3, 6])  # scores that float32 rounds as small as they are
+def test_what_is_done_for_one_key_leaves_the_bits_of_its_neighbours(
+    rows: int, scale: int, ordinary: int | None
+) -> None:
     spec = IndexerSpec(index=MXFP4)
-    given = {name: tensor.cuda() for name, tensor in drawn(spec, (500, 90), rows).items()}
+    operands = drawn(spec, (500, 90), rows)
+    if ordinary is not None:
+        operands["cache"][:, 4096:] = ordinary
+        operands["weights"] *= 1e-3
+    given = {name: tensor.cuda() for name, tensor in operands.items()}
     limits = Limits(max_rows=2 * rows, max_reqs=2, max_context=512, rows_per_req=rows)
     plan = hal.plan("indexer_logits", spec, limits, device="cuda", implementation="nvidia.cuda")
     before = plan.run(**given)
@@ -241,6 +248,33 @@ def test_what_is_done_for_one_key_leaves_the_bits_of_its_neighbours(rows: int, s
     before[:rows, 71] = after[:rows, 71]
     for row, n in enumerate(given["row_len"].tolist()):
         assert torch.equal(before[row, :n].nan_to_num(3e9), after[row, :n].nan_to_num(3e9))
+
+
+@pytest.mark.parametrize("ordinary", [None, 3])
+def test_an_odd_row_leaves_the_bits_of_the_row_beside_it(ordinary: int | None) -> None:
+    spec, limits = IndexerSpec(index=MXFP4), Limits(max_rows=2, max_reqs=1, max_context=512, rows_per_req=2)
+    operands = drawn(spec, (500,), 2)
+    if ordinary is not None:
+        operands["cache"][:, 4096:] = ordinary
+        operands["weights"] *= 1e-3
+    given = {name: tensor.cuda() for name, tensor in operands.items()}
+    plan = hal.plan("indexer_logits", spec, limits, device="cuda", implementation="nvidia.cuda")
+    before = plan.run(**given)
+    given["q_scale"][1, :, 1] = given["q_scale"][1, :, 1] - 7
+    after, n = plan.run(**given), int(given["row_len"][0])
+    assert torch.equal(before[0, :n], after[0, :n])
+    assert not torch.equal(before[1, :n], after[1, :n])
+
+
+def test_a_small_group_keeps_its_bits_beside_a_large_scale() -> None:
+    def broken(o: Operands) -> None:
+        pages = len(o["cache"])
+        o["cache"][:, :4096].view(pages, 64, 64)[..., :16] = 0
+        o["cache"][:, 4096:].view(pages, 64, 4)[:] = torch.tensor([191, 127, 127, 127], dtype=torch.uint8)
+        o["q_scale"][:] = torch.tensor([141, 127, 127, 127], dtype=torch.uint8)
+        o["weights"] *= 1e-23
+
+    right(IndexerSpec(index=MXFP4), (200, 70), broken=broken)
 
 
 def test_launches_that_overlap_share_no_pages() -> None:

@@ -30,6 +30,8 @@ SOME = 128
 #: Keys of a request, and those of all together, from which on the last of all are dealt out to blocks that are early.
 #: Rows change more often then, which costs more than it gains where each block has few pages.
 DEALT, DEALT_IN_ALL = 32768, 1 << 20
+#: Warpgroups of the kernels that deal them out: each has the slots of one warp that copies.
+DEALING = 4
 #: Kinds of rows, ``enum class Rows`` of ``scores.cuh`` -> how their kernels' names end.
 KINDS = {"one": "_one", "some": "", "many": "_many"}
 #: Where the cache stands among the operands, and what its address is a multiple of.
@@ -87,6 +89,11 @@ RINGS = (
 )
 
 
+def element_of(fmt: formats.IndexFormat) -> str:
+    """Return the name of a key's numbers among kernels."""
+    return "fp4" if fmt.element == "e2m1" else "fp8"
+
+
 def ring_for(heads: int, limits: Limits) -> Ring:
     """Return the kernel for a head count and for as many rows as one request is likely to have."""
     known = limits.rows_per_req if limits.uniform else 1
@@ -133,6 +140,7 @@ class Scorer:
         spec: IndexerSpec = ctx.spec
         fmt, index = formats.index(spec.index), device_index(ctx.device)
         self.ring = ring_for(spec.num_heads, ctx.limits)
+        self.deals = self.ring.cut[element_of(fmt)][0] == DEALING
         self.parameters = Parameters(ADDRESSES, NUMBERS)
         self.launches = {
             kind: driver.launcher(kernel, self.parameters.address, overlap=follows)
@@ -156,7 +164,7 @@ class Scorer:
 
     def kernels(self, ctx: BuildContext, fmt: formats.IndexFormat, index: int) -> dict[str, driver.Kernel]:
         """Return the kernels for these keys, heads and sizes by ``KINDS``; ``many`` serves what has none of its own."""
-        element = "fp4" if fmt.element == "e2m1" else "fp8"
+        element = element_of(fmt)
         return {
             kind: driver.kernel(
                 f"index_scores_{element}",
@@ -220,7 +228,7 @@ class Scorer:
         kind = self.ring.kind(q.shape[0], table.shape[0])
         kind = kind if kind in self.launches else "many"
         self.launch = self.launches[kind]
-        self.dealt = kind == "some" and room >= DEALT and table.shape[0] * room >= DEALT_IN_ALL
+        self.dealt = kind == "some" and self.deals and room >= DEALT and table.shape[0] * room >= DEALT_IN_ALL
         self.parameters.tell(
             *q.stride()[:2],
             *q_scale.stride()[:2],

@@ -817,7 +817,7 @@ struct Scorer {
         for (int j = 0; j < 2; j++) {
 #pragma unroll
           for (int i = 0; i < 4; i++) {
-            float its = m.weights[set][weight_place(first + 8 * j + c * 2 + i % 2)] * 0x1p-94f;
+            float its = m.weights[set][weight_place(first + 8 * j + c * 2 + i % 2)] * 0x1p-31f;  // so that no sum is denormal
             sum[i / 2] = fmaf(rectified_twice(all[j][i]), its, sum[i / 2]);
           }
         }
@@ -828,17 +828,22 @@ struct Scorer {
       for (int half = 0; half < 2; half++) {
         int key = key_of(quad, half);
         bool plainly = wild || (half ? lost[1] : lost[0]);
-        float score = (half ? sum[1] : sum[0]) * power(Fp4::largest(half ? codes[1] : codes[0]));
+        int top = Fp4::largest(half ? codes[1] : codes[0]);
+        float score = scalbnf(added(half ? sum[1] : sum[0]), top - 127 - 64);  // rounded once, as other keys' are
         if (__any_sync(EVERY, plainly)) {
-          float exact = add_plainly(page, key, row);
+          float exact = added(add_plainly(page, key, row));
           score = plainly ? exact : score;
         }
-        score += __shfl_xor_sync(EVERY, score, 1);
-        score += __shfl_xor_sync(EVERY, score, 2);
         char* out = static_cast<char*>(p.out) + (row * p.out_row + key) * (p.out_bf16 ? 2 : 4);
-        if (c == 0) put(unit, out, score * 0.5f, m.keys[set][r] - key);
+        if (c == 0) put(unit, out, score, m.keys[set][r] - key);
       }
     }
+  }
+
+  // What the four lanes of a key have of a score.
+  static __device__ __forceinline__ float added(float part) {
+    part += __shfl_xor_sync(EVERY, part, 1);
+    return part + __shfl_xor_sync(EVERY, part, 2);
   }
 
   // Rectifies, weighs and adds up what a lane holds of two times eight columns, for two keys.
@@ -898,7 +903,7 @@ struct Scorer {
         for (int i = 32 * g; i < 32 * g + 32; i++) part += Fp4::element(key, i) * Fp4::element(query, i);
         dot += part * power(codes[g]) * power(scales >> 8 * g & 255);
       }
-      sum += rectified(dot) * weight(row, head) * 2.0f;  // as products are
+      sum += rectified(dot) * weight(row, head);
     }
     return sum;
   }
