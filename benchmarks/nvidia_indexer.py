@@ -201,7 +201,7 @@ def cell(
     what: str,
     ours: float,
     peer: tuple[str, float] | None,
-    goal: float,
+    goal: float | None,
     bw: float | None = None,
     tflops: float | None = None,
 ) -> dict[str, Any]:
@@ -217,7 +217,7 @@ def cell(
         "bw": None if bw is None else round(bw, 3),
         "tflops": None if tflops is None else round(tflops),
         "goal": goal,
-        "met": None if ratio is None else ratio >= goal,
+        "met": None if ratio is None or goal is None else ratio >= goal,
     }
 
 
@@ -259,10 +259,10 @@ def scores(peers: Peers, rate: float) -> Iterator[dict[str, Any]]:
 BOUNDS = {"": 1e-5, "fp8_sum": 5e-3}
 
 
-def goal_of(name: str, requests: int, context: int, rows: int) -> float:
-    """Return how many times as fast as its peer a cell should be."""
+def goal_of(name: str, requests: int, context: int, rows: int) -> float | None:
+    """Return how many times as fast as its peer a cell should be; None: there is no goal."""
     if name == MXFP4:
-        return 0.0 if context < 32 * K else 1.5 if (requests, context) == (64, 128 * K) else 1.0
+        return None if context < 32 * K else 1.5 if (requests, context) == (64, 128 * K) else 1.0
     return 1.3 if (requests, context, rows) == (1, 128 * K, 1) else 1.0
 
 

@@ -57,8 +57,8 @@ def one(
     to = torch.empty_like(source)
     copied = ("a copy of as many bytes", microseconds(lambda: to.copy_(source), 41))
     took = microseconds(call, 41)
-    found = cell(operator, f"{data}, {what}" if data else what, took, copied, 0.0, moved / took * 1e6 / rate)
-    return found | {"goal": None, "met": None} | ({"data": data} if data else {})
+    found = cell(operator, f"{data}, {what}" if data else what, took, copied, None, moved / took * 1e6 / rate)
+    return found | ({"data": data} if data else {})
 
 
 def queries(q: Tensor, weights: Tensor, data: str, rate: float) -> Iterator[dict[str, Any]]:
